@@ -1,0 +1,156 @@
+"""The host values that cross processes in a step: what to compute, and what came of it.
+
+`StepPlan` goes from a group's leader to all its ranks as plain bytes; `StepReply` is the leader's
+alone. Neither holds a tensor. `Batch` (worker/batch.py) is the device form of a plan.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NewType
+
+import msgspec
+
+ReqId = NewType("ReqId", str)
+PageId = NewType("PageId", int)
+Epoch = NewType("Epoch", int)
+
+
+class Phase(IntEnum):
+    """Which kernel path a row takes."""
+
+    PREFILL = 0  # many tokens, causal
+    DECODE = 1  # one token
+    VERIFY = 2  # a target's draft tree or chain
+    DRAFT = 3  # a draft's own growth of a tree
+
+
+class FinishReason(IntEnum):
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one req are chosen; resolved, so nothing is absent.
+
+    `temperature` 0 is greedy; `top_k` 0 keeps all; `seed` is 64 bits, always set. Stop strings are
+    the front's; only token ids end a req here.
+    """
+
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReqStep:
+    """One req's share of a step.
+
+    Slots: token `i` of the row's sequence lives at `req_to_token[req_pool_index, i]`. Before the
+    forward, every rank writes the slots of `pages` into the row from page `page_start` on, so
+    that the row owns slots for `prefix_len + num_cached_nodes + len(input_ids)` tokens at least.
+
+    Tree: `parents` is None for a causal row. Otherwise it describes every node behind the prefix,
+    the `num_cached_nodes` already in the KV cache first, then one per input id: the index of the
+    node's parent, which is smaller than its own, or -1 for a child of the prefix itself. Node `i`
+    is stored at `prefix_len + i` and has position `prefix_len + depth(i)`, depth 0 under -1. A
+    target's VERIFY row begins with its root (`verified_id`, parent -1).
+    """
+
+    req_pool_index: int
+    phase: Phase
+    prefix_len: int
+    input_ids: tuple[int, ...]
+    page_start: int = 0
+    pages: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    num_cached_nodes: int = 0
+    # Logit rows wanted: -1 all of the row's tokens, 0 none (a chunk before the last), n the last n.
+    num_logits: int = -1
+
+
+class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
+    """One forward of a whole group. Rows are ordered DECODE, then VERIFY/DRAFT, then PREFILL."""
+
+    step_id: int
+    rows: tuple[ReqStep, ...]
+
+
+class KvMoves(msgspec.Struct, frozen=True, tag="moves"):
+    """Copies of KV from slot to slot, in every layer: `tgt[i] = src[i]`, gathered before scattered."""
+
+    src: tuple[int, ...]
+    tgt: tuple[int, ...]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Sent while idle, so that a follower can tell a quiet leader from a dead one."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Ends a follower."""
+
+
+LeaderMessage = StepPlan | KvMoves | Heartbeat | Shutdown
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[LeaderMessage] = msgspec.msgpack.Decoder(LeaderMessage)
+
+
+def encode_message(message: LeaderMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_message(data: bytes) -> LeaderMessage:
+    """Raises msgspec.ValidationError: not a message of ours."""
+    return _decoder.decode(data)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What the leader's sampler must know of the row at the same index of a plan.
+
+    `prompt_ids` and `output_ids` are the req's own lists, read only, so that nothing is copied
+    per step; `output_ids` ends with `verified_id`.
+    """
+
+    params: SamplingParams
+    prompt_ids: "list[int]"
+    output_ids: "list[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What came of one row: nothing for a chunk before the last."""
+
+    new_ids: tuple[int, ...] = ()  # accepted draft tokens, then the bonus token
+    accept_length: int = 0  # len(new_ids) - 1 when there are any
+
+
+@dataclass(frozen=True, slots=True)
+class StepReply:
+    step_id: int
+    rows: tuple[RowResult, ...] = field(default_factory=tuple)
