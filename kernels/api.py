@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
+class AttentionPlan:
+    """What `plan_attention` found out; opaque, and only the set that made it looks inside."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TreeLinks:
     """A batch of trees as sgl-kernel walks them; all [bs, num_draft_tokens] int64.
@@ -59,10 +65,12 @@ class KernelSet(ABC):
 
     @abstractmethod
     def apply_rotary(
-        self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor
+        self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """q [T, Hq, D], k [T, Hkv, D], cos_sin [max_len, D] fp32 (cos half, then sin half),
-        positions [T] int64; half-split (NeoX) pairs. May work in place."""
+        positions [T] int64; half-split (NeoX) pairs. May work in place. positions None: row t of
+        cos_sin [T, D] is token t's (gathered once per step, `cos_sin[positions]`). Quickest when q
+        and k are neighbouring views of one [T, (Hq + 2 * Hkv) * D] projection."""
 
     @abstractmethod
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -112,13 +120,23 @@ class KernelSet(ABC):
 
     @abstractmethod
     def assign_req_to_token_pool(
-        self, req_to_token: Tensor, req_pool_indices: Tensor, starts: Tensor, ends: Tensor, src: Tensor
+        self,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        starts: Tensor,
+        ends: Tensor,
+        src: Tensor,
     ) -> None:
         """req_to_token[req_pool_indices[b], starts[b]:ends[b]] = the b-th piece of flat src (int64)."""
 
     @abstractmethod
     def assign_extend_cache_locs(
-        self, req_to_token: Tensor, req_pool_indices: Tensor, starts: Tensor, ends: Tensor, total: int
+        self,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        starts: Tensor,
+        ends: Tensor,
+        total: int,
     ) -> Tensor:
         """The inverse: flat slots [total] int64; total = sum(ends - starts)."""
 
@@ -153,7 +171,12 @@ class KernelSet(ABC):
 
     @abstractmethod
     def alloc_extend(
-        self, prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, page_size: int
+        self,
+        prefix_lens: Tensor,
+        seq_lens: Tensor,
+        last_loc: Tensor,
+        free_pages: Tensor,
+        page_size: int,
     ) -> tuple[Tensor, int] | None:
         """Slots for tokens prefix_lens[b]..seq_lens[b]-1 of each row, flat int64, and the count of
         free_pages used; None when there are too few, with no other effect. last_loc [bs] int64 is the
@@ -167,6 +190,25 @@ class KernelSet(ABC):
 
     # ---- attention; softmax in fp32, KV of this step is stored before
 
+    def plan_attention(
+        self,
+        qo_indptr: Tensor | None,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        tree_mask: Tensor | None = None,
+        mask_indptr: Tensor | None = None,
+        *,
+        q_lens: Sequence[int] | None = None,
+        kv_lens: Sequence[int] | None = None,
+    ) -> AttentionPlan | None:
+        """What attention needs of a batch and not of a layer (masks, 64-bit indices, rows whose
+        slots are one run), computed once per step. Pass the result as `plan=` to every layer's
+        decode_attention (qo_indptr None here: one query per row) or extend_attention, together with
+        the very tensors it was made of; a batch with both kinds of rows makes one plan for each.
+        q_lens and kv_lens are the host's copies of the row lengths and save a device sync.
+        Optional: attention without a plan makes its own. None: this set has nothing to plan."""
+        return None
+
     @abstractmethod
     def decode_attention(
         self,
@@ -176,6 +218,7 @@ class KernelSet(ABC):
         kv_indptr: Tensor,
         kv_indices: Tensor,
         scale: float,
+        plan: AttentionPlan | None = None,
     ) -> Tensor:
         """One query per row: q [bs, Hq, D] over the row's kv_indices -> [bs, Hq, D]."""
 
@@ -191,6 +234,7 @@ class KernelSet(ABC):
         tree_mask: Tensor | None,
         mask_indptr: Tensor | None,
         scale: float,
+        plan: AttentionPlan | None = None,
     ) -> Tensor:
         """Many queries per row: q [T, Hq, D] -> [T, Hq, D]. Row b's keys are all its tokens, this
         step's last. Causal, aligned at the end, where mask_indptr gives the row no cells. Otherwise
