@@ -1,0 +1,72 @@
+"""The cluster's dataclasses and their protobuf messages; the only module that knows both.
+
+Fronts, controller and leaders speak through it, so that a parameter has one spelling on the wire.
+What a user may leave out is resolved by the front: an internal message always carries every field.
+"""
+
+from paceline.protos.v1 import common_pb2
+from paceline.worker.step import FinishReason, SamplingParams
+
+_FINISH_TO_PB = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+}
+_FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
+
+
+def finish_reason_to_pb(reason: FinishReason) -> common_pb2.FinishReason:
+    return _FINISH_TO_PB[reason]
+
+
+def finish_reason_from_pb(number: int) -> FinishReason | None:
+    """None for UNSPECIFIED: the stream goes on."""
+    return _FINISH_FROM_PB.get(common_pb2.FinishReason.ValueType(number))
+
+
+def sampling_params_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
+    """The group's share of the parameters; stop strings stay at the front."""
+    return common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        seed=params.seed,
+        logit_bias=dict(params.logit_bias),
+    )
+
+
+def sampling_params_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
+    """The inverse, for a message whose seed and max_tokens are resolved.
+
+    Raises: ValueError: seed or max_tokens is absent, so the sender was not a front.
+    """
+    if not message.HasField("seed") or not message.HasField("max_tokens"):
+        raise ValueError("sampling_params without seed or max_tokens; a front resolves both")
+    defaults = SamplingParams(seed=message.seed, max_tokens=message.max_tokens)
+
+    def pick(name: str) -> float:
+        return getattr(message if message.HasField(name) else defaults, name)
+
+    return SamplingParams(
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        temperature=pick("temperature"),
+        top_p=pick("top_p"),
+        top_k=max(0, int(pick("top_k"))),  # -1 keeps all, as 0 does
+        min_p=pick("min_p"),
+        frequency_penalty=pick("frequency_penalty"),
+        presence_penalty=pick("presence_penalty"),
+        repetition_penalty=pick("repetition_penalty"),
+        min_tokens=int(pick("min_tokens")),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=bool(pick("ignore_eos")),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+    )
