@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
-
 from paceline.worker.errors import (
     AlreadyExists,
     ConfigError,
@@ -102,9 +101,7 @@ _MAPPINGS = (
     _Mapping(
         TooLarge, "TOO_LARGE", grpc.StatusCode.RESOURCE_EXHAUSTED, 413, "invalid_request_error"
     ),
-    _Mapping(
-        Overloaded, "OVERLOADED", grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"
-    ),
+    _Mapping(Overloaded, "OVERLOADED", grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
     _Mapping(Unavailable, "UNAVAILABLE", grpc.StatusCode.UNAVAILABLE, 503, "server_error"),
     _Mapping(
         DeadlineExceeded,

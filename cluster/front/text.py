@@ -1,0 +1,177 @@
+"""Text to token ids and back: tokenizer, chat template, and what of an answer may be sent when.
+
+Knows a model directory's tokenizer files, not requests, servers or weights. The tokenizer is the
+`tokenizers` library's; chat templates render as `transformers` renders them.
+"""
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import AddedToken, Tokenizer, processors
+
+from paceline.cluster.front.chat_template import ChatTemplate
+from paceline.cluster.front.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from paceline.worker.errors import ConfigError, InvalidRequest
+
+# Encoding takes about 1 us per character: a longer text would hold up every stream of the front.
+_MAX_INLINE_CHARS = 2048
+
+
+class TextCodec:
+    """One model's tokenizer. Safe to share; encoding of long texts runs on threads of its own."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        chat_template: ChatTemplate | None = None,
+        name: str = "",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._name = name
+        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._is_byte_level = _is_byte_level(tokenizer)
+        self._byte_table: dict[int, bytes] = {}
+        self._max_token_chars = _max_token_chars(tokenizer, added) if self._is_byte_level else 0
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+
+    @classmethod
+    def load(cls, model_dir: str | Path) -> "TextCodec":
+        """Raises: ConfigError: the directory has no tokenizer.json, or it cannot be read."""
+        path = Path(model_dir)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"model directory {path} has no tokenizer.json; convert its tokenizer with "
+                "transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises no narrower class
+            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = _read_json(path / "tokenizer_config.json")
+        special = _special_tokens(config, path)
+        _follow_bos_eos_flags(tokenizer, config, special)
+        source = ChatTemplate.find_source(path, config)
+        template = None if source is None else ChatTemplate(source, special)
+        return cls(tokenizer, chat_template=template, name=path.name)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """As `encode`; a long text does not block the event loop."""
+        if len(text) <= _MAX_INLINE_CHARS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    def min_num_tokens(self, text: str) -> int:
+        """A lower bound of the text's tokens without encoding it; 0 where none is known."""
+        return len(text) // self._max_token_chars if self._max_token_chars else 0
+
+    def render_chat(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt text of a chat; encode it without adding special tokens.
+
+        Raises: InvalidRequest: the model has no chat template, or it refuses the messages.
+        """
+        if self._chat_template is None:
+            raise InvalidRequest(
+                f"model '{self._name}' has no chat template; send the prompt as text or token ids",
+                "messages",
+            )
+        try:
+            return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequest(
+                f"the chat template of model '{self._name}' refuses the messages: {error}",
+                "messages",
+            ) from error
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh one, for one answer."""
+        skip = self.special_ids if skip_special_tokens else frozenset()
+        if self._is_byte_level:
+            return ByteDetokenizer(self._tokenizer, self._byte_table, skip)
+        return WindowDetokenizer(self._tokenizer, skip)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = json.loads(tokenizer.to_str())["decoder"]
+    return decoder is not None and decoder["type"] == "ByteLevel"
+
+
+def _max_token_chars(tokenizer: Tokenizer, added: dict[int, AddedToken]) -> int:
+    """Characters of text that one token can stand for; 0 where a token may swallow any number."""
+    if tokenizer.normalizer is not None:
+        return 0
+    if any(token.lstrip or token.rstrip for token in added.values()):
+        return 0
+    # A byte-level token has one character per byte, so its length bounds its text's.
+    return max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
+
+
+def _read_json(path: Path) -> dict[str, Any]:  # Any: JSON
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _special_tokens(config: dict[str, Any], path: Path) -> dict[str, str]:
+    """ "bos_token" and its like, as chat templates read them."""
+    names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+    values = _read_json(path / "special_tokens_map.json") | config
+    found = {}
+    for name in (*names, "mask_token"):
+        value = values.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _follow_bos_eos_flags(
+    tokenizer: Tokenizer, config: dict[str, Any], special: dict[str, str]
+) -> None:
+    """`add_bos_token` and `add_eos_token`, where written, replace the file's own post-processor."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = special.get("bos_token") if config.get("add_bos_token") else None
+    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    template = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
+    pairs = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token]
+    for token, number in pairs:
+        if number is None:
+            raise ConfigError(f"special token {token!r} is not in the tokenizer's vocabulary")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=list(dict.fromkeys(pairs))
+    )
