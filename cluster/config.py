@@ -1,0 +1,282 @@
+"""ClusterConfig: everything one deployment is asked to be, from TOML, flags or keyword arguments.
+
+Built once, frozen, and passed to the controller, which hands each process its slice. A key that
+does not exist is refused by name, with the closest one that does. Reads no checkpoint: whether a
+model exists or fits is found out at start (cluster/preflight.py).
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig
+from paceline.worker.errors import ConfigError
+
+DEFAULT_NAMESPACE = "paceline"
+CONTROLLER_NAME = "paceline-controller"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class TargetSection(_Section):
+    """The model's copies."""
+
+    groups: int = Field(1, ge=1, le=1024)
+    tensor_parallel_size: int = Field(1, ge=1, le=1024)
+
+
+class DraftSection(_Section):
+    """Where guesses come from. `model` "auto" takes the draft shipped for the model, if any."""
+
+    method: Literal["none", "ngram", "standalone"] = "none"
+    model: str = ""
+    placement: Literal["decoupled", "colocated"] = "decoupled"
+    groups: int = Field(1, ge=1, le=1024)
+    tensor_parallel_size: int = Field(1, ge=1, le=1024)
+    num_steps: int = Field(4, ge=1, le=64)  # depth
+    topk: int = Field(1, ge=1, le=64)  # branches kept per depth
+    # Nodes of a tree with its root; 0 takes num_steps * topk + 1.
+    num_draft_tokens: int = Field(0, ge=0, le=1024)
+    timeout_s: float = Field(1.0, gt=0)  # how long a step waits for proposals at most
+    fallback: Literal["none", "ngram"] = "none"  # what guesses while no draft answers
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "DraftSection":
+        if self.method == "standalone" and not self.model:
+            raise ValueError("method is 'standalone' but model is empty; name a draft or 'auto'")
+        if self.method != "standalone" and self.model:
+            raise ValueError(
+                f"model is '{self.model}' but method is '{self.method}'; use 'standalone'"
+            )
+        if self.placement == "colocated" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, a colocated draft runs on "
+                "one rank; use placement 'decoupled'"
+            )
+        if self.num_draft_tokens == 1:
+            raise ValueError("num_draft_tokens counts the root, so 1 leaves no guess; use 2 or more")
+        if self.topk == 1 and self.num_draft_tokens > self.num_steps + 1:
+            raise ValueError(
+                f"num_draft_tokens is {self.num_draft_tokens}, a chain of {self.num_steps} steps "
+                f"has {self.num_steps + 1} nodes with its root; raise num_steps or topk"
+            )
+        return self
+
+    @property
+    def is_decoupled(self) -> bool:
+        return self.method == "standalone" and self.placement == "decoupled"
+
+
+class CacheSection(_Section):
+    page_size: Literal[1, 16, 32, 64] = 16
+    num_pages: int = Field(0, ge=0)  # 0 sizes the pool from free memory
+    max_bytes: int = Field(0, ge=0)  # of the pool per rank when sized; 0 is the default limit
+    enable_prefix_caching: bool = True
+
+
+class SchedulerSection(_Section):
+    max_num_seqs: int = Field(32, ge=1, le=4096)
+    max_num_batched_tokens: int = Field(2048, ge=1)
+    chunked_prefill_size: int = Field(512, ge=0)  # 0 computes whole prompts
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "SchedulerSection":
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running request takes one token a step"
+            )
+        return self
+
+
+class QueueSection(_Section):
+    """Bounds of the deployment's one queue; what is over them is refused at once."""
+
+    max_num_reqs: int = Field(256, ge=1)
+    max_num_tokens: int = Field(262_144, ge=1)  # prompt tokens of all waiting requests
+
+
+class FrontSection(_Section):
+    count: int = Field(1, ge=1, le=64)
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)  # HTTP; 0 takes a free one; front i listens on port + i
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
+    ssl_keyfile: str = ""
+    ssl_certfile: str = ""
+    ssl_ca_certs: str = ""
+    ssl_keyfile_password: str = ""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "FrontSection":
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ValueError("ssl_keyfile and ssl_certfile go together; one of them is missing")
+        if self.ssl_ca_certs and not self.ssl_certfile:
+            raise ValueError("ssl_ca_certs asks clients for certificates; set ssl_certfile too")
+        return self
+
+
+class RaySection(_Section):
+    address: str = ""  # of a running cluster; empty starts one on this machine
+    namespace: str = Field(DEFAULT_NAMESPACE, min_length=1)
+    num_cpus: int = Field(0, ge=0)  # that the cluster started here offers; 0 counts the machine's
+    # Logical CPUs of one rank: what placement counts, not a limit on its threads.
+    num_cpus_per_rank: float = Field(0.5, ge=0)
+    threads_per_rank: int = Field(0, ge=0)  # 0 shares a node's CPUs among the ranks of a group
+    placement_timeout_s: float = Field(300.0, gt=0)
+    start_timeout_s: float = Field(900.0, gt=0)  # of one group, from its placement to its first step
+    shutdown_timeout_s: float = Field(30.0, ge=0)
+
+
+class ClusterConfig(_Section):
+    model: str = Field(min_length=1)  # a built-in name or a Hugging Face directory
+    served_model_names: tuple[str, ...] = ()  # empty takes the model's own name
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int = Field(0, ge=0)  # tokens of prompt and output; 0 takes the checkpoint's
+    kernels: Literal["auto", "reference", "triton", "sgl"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    target: TargetSection = TargetSection()
+    draft: DraftSection = DraftSection()
+    cache: CacheSection = CacheSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    queue: QueueSection = QueueSection()
+    front: FrontSection = FrontSection()
+    ray: RaySection = RaySection()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the model; the first is the one answers carry."""
+        return self.served_model_names or (Path(self.model).name or self.model,)
+
+    def cache_config(self) -> CacheConfig:
+        return CacheConfig(**self.cache.model_dump())
+
+    def scheduler_config(self) -> SchedulerConfig:
+        return SchedulerConfig(**self.scheduler.model_dump())
+
+    def spec_config(self, draft_path: str = "") -> SpecConfig:
+        """The speculation settings of a worker; `draft_path` is the resolved draft directory."""
+        draft = self.draft
+        num_draft_tokens = draft.num_draft_tokens or draft.num_steps * draft.topk + 1
+        return SpecConfig(
+            method=draft.method,
+            draft_model=draft_path,
+            num_steps=draft.num_steps,
+            topk=draft.topk,
+            num_draft_tokens=num_draft_tokens,
+            draft_timeout_s=draft.timeout_s,
+        )
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> ClusterConfig:
+    """The settings of a TOML file with `overrides` on top.
+
+    Args:
+        overrides: dotted keys ("draft.num_steps") to values; None means "not given".
+    Raises: ConfigError: no such file, not TOML, an unknown key, or a value that cannot be.
+    """
+    data: dict[str, Any] = {}
+    source = "the command line"
+    if path is not None:
+        source = str(path)
+        try:
+            data = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"config file '{path}': {error.strerror or error}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config file '{path}' is not TOML: {error}") from error
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            _put(data, key.split("."), value)
+    return parse_config(data, source)
+
+
+def parse_config(data: Mapping[str, Any], source: str = "config") -> ClusterConfig:
+    """Raises: ConfigError: names every key at fault, its value and what is allowed."""
+    try:
+        return ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        faults = "; ".join(_describe(fault) for fault in error.errors(include_url=False))
+        raise ConfigError(f"{source}: {faults}") from error
+
+
+# vLLM's keys of --speculative-config; the flat aliases of SGLang are flags.
+_SPEC_KEYS = {
+    "method": "draft.method",
+    "model": "draft.model",
+    "num_speculative_tokens": "draft.num_steps",
+    "draft_tensor_parallel_size": "draft.tensor_parallel_size",
+    "num_steps": "draft.num_steps",
+    "topk": "draft.topk",
+    "num_draft_tokens": "draft.num_draft_tokens",
+    "placement": "draft.placement",
+    "timeout_s": "draft.timeout_s",
+    "groups": "draft.groups",
+    "fallback": "draft.fallback",
+}
+_SPEC_METHODS = {"draft_model": "standalone"}
+
+
+def parse_speculative_config(text: str) -> dict[str, Any]:
+    """The overrides that a --speculative-config JSON means.
+
+    Raises: ConfigError: not a JSON object, or a key we do not have.
+    """
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--speculative-config is not JSON: {error}; got '{text}'") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"--speculative-config must be a JSON object, got '{text}'")
+    overrides: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in _SPEC_KEYS:
+            raise ConfigError(f"--speculative-config: {_unknown(key, _SPEC_KEYS)}")
+        overrides[_SPEC_KEYS[key]] = value
+    method = overrides.get("draft.method")
+    if isinstance(method, str):
+        overrides["draft.method"] = _SPEC_METHODS.get(method, method)
+    elif "draft.model" in overrides:
+        overrides["draft.method"] = "standalone"
+    return overrides
+
+
+def _put(data: dict[str, Any], keys: list[str], value: Any) -> None:  # Any: a TOML value
+    for key in keys[:-1]:
+        data = data.setdefault(key, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"'{key}' must be a table")
+    data[keys[-1]] = value
+
+
+def _describe(fault: Any) -> str:  # Any: pydantic's ErrorDetails
+    loc = [str(part) for part in fault["loc"] if not isinstance(part, int)]
+    name = ".".join(loc)
+    if fault["type"] == "extra_forbidden":
+        section: type[BaseModel] = ClusterConfig
+        for part in loc[:-1]:
+            section = type(section.model_fields[part].default)
+        prefix = ".".join(loc[:-1])
+        return _unknown(loc[-1], section.model_fields, f"[{prefix}]" if prefix else "")
+    if fault["type"] == "missing":
+        return f"'{name}' is missing"
+    if fault["type"] == "value_error":
+        reason = str(fault["ctx"]["error"])
+        return f"[{name}] {reason}" if name else reason
+    return f"'{name}' is {fault['input']!r}: {fault['msg'].lower()}"
+
+
+def _unknown(key: str, known: Mapping[str, Any], where: str = "") -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
+    return f"unknown key '{key}'{' in ' + where if where else ''}; {hint}"
