@@ -1,0 +1,62 @@
+"""The vocabulary-parallel ends of a model: token ids in, logits out."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.worker.layers.linear import Linear
+from paceline.worker.models.weights import WeightReader
+from paceline.worker.parallel.collective import Collective
+from paceline.worker.parallel.shards import split_evenly
+
+# Rows of a vocabulary are cut at multiples of this, a cache line or two of any dtype.
+_VOCAB_MULTIPLE = 64
+
+
+class VocabEmbedding:
+    """input_ids [T] int64 -> [T, hidden]: each rank looks up its own rows, then all sum."""
+
+    def __init__(
+        self, reader: WeightReader, name: str, vocab_size: int, hidden: int, collective: Collective
+    ) -> None:
+        self._span = split_evenly(vocab_size, collective.tp_size, _VOCAB_MULTIPLE)[
+            collective.tp_rank
+        ]
+        self.weight = reader.read(name, (vocab_size, hidden), rows=self._span)
+        self._collective = collective
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        if self._collective.tp_size == 1:
+            return functional.embedding(input_ids, self.weight)
+        local = input_ids - self._span.start
+        outside = (local < 0) | (local >= len(self._span))
+        x = functional.embedding(local.masked_fill(outside, 0), self.weight)
+        return self._collective.all_reduce(x.masked_fill(outside.unsqueeze(-1), 0.0))
+
+
+class LmHead:
+    """x [n, hidden] -> logits [n, vocab_size] fp32 on rank 0, None elsewhere."""
+
+    def __init__(self, weight: Tensor, vocab_size: int, collective: Collective) -> None:
+        """weight: this rank's rows of the head, split as `VocabEmbedding` splits."""
+        self._collective = collective
+        self._vocab_size = vocab_size
+        spans = split_evenly(vocab_size, collective.tp_size, _VOCAB_MULTIPLE)
+        self._sizes = [len(span) for span in spans]
+        self._linear = Linear(weight)
+
+    @classmethod
+    def load(
+        cls, reader: WeightReader, name: str, vocab_size: int, hidden: int, collective: Collective
+    ) -> "LmHead":
+        spans = split_evenly(vocab_size, collective.tp_size, _VOCAB_MULTIPLE)
+        weight = reader.read(name, (vocab_size, hidden), rows=spans[collective.tp_rank])
+        return cls(weight, vocab_size, collective)
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        if x.shape[0] == 0:
+            if self._collective.tp_rank != 0:
+                return None
+            return torch.empty(0, self._vocab_size, dtype=torch.float32, device=x.device)
+        logits = self._collective.gather_last_dim(self._linear(x), self._sizes)
+        return None if logits is None else logits.float()

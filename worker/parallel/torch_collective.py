@@ -1,0 +1,135 @@
+"""A collective over one of torch's process groups: gloo between CPUs, nccl between GPUs.
+
+The process group is the collective's own, never torch's global default: a process may belong to
+several groups, a target's and a draft's.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.worker.errors import Unavailable
+from paceline.worker.parallel.collective import Collective
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+# A plan of a full batch of decodes fits; a longer message takes a second broadcast.
+_HEAD_BYTES = 4096
+_LEN_BYTES = 8
+# Ranks meet in `all_reduce_min` after loading, which may take far longer than a step.
+_START_TIMEOUT_S = 900.0
+
+
+class TorchCollective(Collective):
+    """Args:
+    group: the process group of exactly this group's ranks.
+    store: where the ranks met; kept alive as long as the group.
+    device: where the tensors handed in lie.
+    timeout_s: of one operation.
+    """
+
+    def __init__(
+        self, group: "ProcessGroup", store: "Store", device: str, timeout_s: float
+    ) -> None:
+        self.tp_rank = group.rank()
+        self.tp_size = group.size()
+        self._group = group
+        self._store = store
+        self._device = torch.device(device)
+        self._timeout_s = timeout_s
+        self._failure = ""
+        self._sum = dist.AllreduceOptions()
+        self._sum.reduceOp = dist.ReduceOp.SUM
+        self._sum.timeout = timedelta(seconds=timeout_s)
+        self._from_leader = dist.BroadcastOptions()
+        self._from_leader.rootRank = 0
+        self._from_leader.timeout = timedelta(seconds=timeout_s)
+        self._to_leader = dist.GatherOptions()
+        self._to_leader.rootRank = 0
+        self._to_leader.timeout = timedelta(seconds=timeout_s)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if x.is_cuda or x.dtype == torch.float32:
+            self._run("all_reduce", lambda: self._group.allreduce([x], self._sum))
+            return x
+        # gloo would round to the narrow type after every hop.
+        wide = x.float()
+        self._run("all_reduce", lambda: self._group.allreduce([wide], self._sum))
+        return wide.to(x.dtype)
+
+    def gather_last_dim(self, x: Tensor, sizes: list[int]) -> Tensor | None:
+        assert len(sizes) == self.tp_size and x.shape[-1] == sizes[self.tp_rank]
+        # Both backends gather equal shapes only, so all send the width of the widest.
+        width = max(sizes)
+        if x.shape[-1] < width:
+            x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in sizes] if self.tp_rank == 0 else []
+        outputs = [parts] if self.tp_rank == 0 else []
+        self._run("gather", lambda: self._group.gather(outputs, [x], self._to_leader))
+        if self.tp_rank != 0:
+            return None
+        return torch.cat([p[..., :n] for p, n in zip(parts, sizes, strict=True)], dim=-1)
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        head = bytearray(_HEAD_BYTES)
+        first = _HEAD_BYTES - _LEN_BYTES
+        if self.tp_rank == 0:
+            assert data is not None
+            head[:_LEN_BYTES] = len(data).to_bytes(_LEN_BYTES, "little")
+            head[_LEN_BYTES : _LEN_BYTES + min(len(data), first)] = data[:first]
+        head = self._broadcast(head)
+        num_bytes = int.from_bytes(head[:_LEN_BYTES], "little")
+        rest = bytearray(max(num_bytes - first, 0))
+        if rest:
+            if self.tp_rank == 0:
+                assert data is not None
+                rest[:] = data[first:]
+            rest = self._broadcast(rest)
+        if self.tp_rank == 0:
+            assert data is not None
+            return data
+        return bytes(head[_LEN_BYTES : _LEN_BYTES + min(num_bytes, first)] + rest)
+
+    def all_reduce_min(self, value: int) -> int:
+        x = torch.tensor([value], dtype=torch.int64, device=self._device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        options.timeout = timedelta(seconds=max(self._timeout_s, _START_TIMEOUT_S))
+        self._run("all_reduce_min", lambda: self._group.allreduce([x], options))
+        return int(x.item())
+
+    def shutdown(self) -> None:
+        """Closes the connections; a rank that waits for this one then fails at once."""
+        if self._failure != _CLOSED:
+            self._failure = _CLOSED
+            self._group.shutdown()
+
+    def _broadcast(self, data: bytearray) -> bytearray:
+        x = torch.frombuffer(data, dtype=torch.uint8)
+        if self._device.type == "cpu":
+            self._run("broadcast", lambda: self._group.broadcast([x], self._from_leader))
+            return data
+        on_device = x.to(self._device)
+        self._run("broadcast", lambda: self._group.broadcast([on_device], self._from_leader))
+        return bytearray(on_device.cpu().numpy().tobytes())
+
+    def _run(self, name: str, start: Callable[[], dist.Work]) -> None:
+        if self._failure:
+            raise Unavailable(f"tp_rank {self.tp_rank} of {self.tp_size}: {self._failure}")
+        try:
+            start().wait()
+        except RuntimeError as error:
+            reason = str(error).split("\n", 1)[0]
+            self._failure = f"{name} failed or outlasted {self._timeout_s:g} s: {reason}"
+            raise Unavailable(
+                f"tp_rank {self.tp_rank} of {self.tp_size}: {self._failure}"
+            ) from error
+
+
+_CLOSED = "the group is shut down"
