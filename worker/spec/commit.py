@@ -29,7 +29,7 @@ def commit_tokens(
     eos_token_ids: tuple[int, ...],
     max_model_len: int,
 ) -> CommitResult:
-    """Cuts a run where the req ends: at its first stop token or at its budget, whichever is earlier.
+    """Cuts a run where the req ends: at its first stop token or its budget, whichever is earlier.
 
     A stop token on the last place of the budget is a stop; one behind it was never emitted, so the
     finish is a length. The order holds whatever the length of the run, hence the same tokens come

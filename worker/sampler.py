@@ -1,0 +1,108 @@
+"""Sampler: rows of logits → tokens, by the `coupled` rule.
+
+The token at a position is `argmax(z + noise)` over the log-probabilities z that remain after all
+transforms, the noise being a function of (seed, position, token id): see worker/noise.py. Greedy
+is the case without noise. The sampler knows reqs, not steps or trees.
+
+Order of the transforms: repetition, presence and frequency penalties, min_tokens, logit_bias,
+temperature, top_k, top_p, min_p. Ties go to the lowest id.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.api import KernelSet
+from paceline.worker.dense_sampler import choose_dense
+from paceline.worker.errors import InternalError
+from paceline.worker.logit_filters import LogitRow, adjust, cut, scale
+from paceline.worker.noise import noise_key, top_perturbed
+
+__all__ = ["LogitRow", "Sampler", "SamplerStats"]
+
+
+@dataclass(slots=True)
+class SamplerStats:
+    """Running totals, for benchmarks: `noise_s` over the steps' time is the ratio `noise_share`."""
+
+    num_rows: int = 0
+    num_noisy_rows: int = 0
+    choose_s: float = 0.0  # all of `choose`
+    noise_s: float = 0.0  # of that, the noise and the choice among the tokens it may lift
+
+
+class Sampler:
+    """Chooses tokens: on the host row by row, on a GPU all rows at once.
+
+    Not thread-safe: it belongs to the device thread.
+    """
+
+    def __init__(
+        self, kernels: KernelSet, vocab_size: int, eos_token_ids: tuple[int, ...] = ()
+    ) -> None:
+        """`eos_token_ids` cannot be chosen before a req's `min_tokens` are reached."""
+        self._kernels = kernels
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self.stats = SamplerStats()
+
+    def choose(self, logits: Tensor, rows: Sequence[LogitRow]) -> Tensor:
+        """The token of each row: [n] int64, on the device of the logits.
+
+        Args:
+            logits: [n, V] fp32, V >= vocab_size; columns behind the vocabulary are padding. NaN
+                counts as -inf. Not changed.
+            rows: the req and the place behind each row.
+        Raises: InternalError: the greatest logit of a row is not finite.
+        """
+        if logits.shape[0] != len(rows):
+            raise InternalError(f"{logits.shape[0]} rows of logits for {len(rows)} reqs")
+        started_s = time.perf_counter()
+        logits = logits.detach()[:, : self._vocab_size]
+        adjusted = [i for i, row in enumerate(rows) if row.has_adjustments]
+        if adjusted:
+            logits = logits.clone()
+            for i in adjusted:
+                adjust(logits[i], rows[i], self._eos_token_ids)
+        logits, chosen = _argmax(logits)
+        noisy = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        if noisy and logits.device.type == "cpu":
+            for i in noisy:
+                chosen[i] = self._draw(logits[i], rows[i])
+        elif noisy:
+            chosen[noisy] = choose_dense(self._kernels, logits[noisy], [rows[i] for i in noisy])
+        self.stats.num_rows += len(rows)
+        self.stats.num_noisy_rows += len(noisy)
+        self.stats.choose_s += time.perf_counter() - started_s
+        return chosen
+
+    def _draw(self, logits: Tensor, row: LogitRow) -> int:
+        z = cut(scale(logits.numpy(), row.params.temperature), row.params)
+        started_s = time.perf_counter()
+        token_ids, _ = top_perturbed(z, noise_key(row.params.seed, row.position), 1)
+        self.stats.noise_s += time.perf_counter() - started_s
+        return int(token_ids[0])
+
+
+def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits [n, V] without NaN, and the lowest id of each row's greatest, [n] int64."""
+    if logits.shape[0] == 0:
+        return logits, torch.empty(0, dtype=torch.int64, device=logits.device)
+    for _ in range(2):
+        # numpy's argmax takes 2 us for 49152 logits where torch's takes 60; NaN wins in both.
+        if logits.device.type == "cpu":
+            chosen = torch.from_numpy(logits.numpy().argmax(-1))
+        else:
+            chosen = logits.argmax(-1)
+        best = logits.gather(-1, chosen.unsqueeze(-1))
+        if bool(best.isfinite().all()):
+            return logits, chosen
+        logits = logits.masked_fill(logits.isnan(), -torch.inf)
+    row = int((~best.isfinite()).squeeze(-1).nonzero()[0])
+    raise InternalError(
+        f"logits of row {row} have no finite maximum ({float(best[row])}); "
+        "the model's weights or activations hold NaN or infinity"
+    )
