@@ -4,20 +4,20 @@ A row is a req's queries of this step and the slots of all its tokens. What depe
 alone (offsets, masks, 64-bit slots, which rows lie in line) is worked out once per step.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from paceline.kernels.api import AttentionPlan
 
-# Rows with as many queries share one padded call up to this many keys, padding included. bf16, 9/3
-# heads of 64, 8 rows, 2 threads: 62 us padded and 184 us row by row at 128 keys each; at 1000 keys
-# row by row is as fast, as a row's keys then stay in cache and need no copy.
-MAX_PADDED_KEYS = 4096
+# Neighbouring rows with as many queries share one call over padded keys: a call of its own costs a
+# row 20 us before its first key, the time of some 300 padded ones. bf16, 9/3 heads of 64, 2 threads,
+# 8 rows: 68 us together and 204 us one by one at 128 keys each, 272 and 372 at 500, equal at 1000.
+PADDING_PER_ROW = 256
+MAX_PADDED_KEYS = 16384  # bounds the copy of keys that a padded call makes
 # Up to this many queries, those of a KV head's group are packed into one block, so that its keys
 # are read once. Beyond it torch's own blocks are as good and the mask need not be repeated.
 MAX_PACKED_QUERIES = 32
@@ -37,6 +37,7 @@ class RowGroup:
     is_causal: bool = False
     _bias: Tensor | None = field(default=None, init=False)
     _bias_of: tuple[torch.dtype, int] | None = field(default=None, init=False)
+    _rooms: list[Tensor | None] = field(default_factory=lambda: [None, None], init=False)
 
     def bias(self, dtype: torch.dtype, repeats: int) -> Tensor | None:
         """`visible` as what is added to scores, [num_rows, 1, repeats * q_len, kv_len]."""
@@ -48,6 +49,20 @@ class RowGroup:
             self._bias = cells.repeat(1, repeats, 1).unsqueeze(1)
             self._bias_of = (dtype, repeats)
         return self._bias
+
+
+    def room(self, cache: Tensor, which: int) -> Tensor:
+        """Where to gather K (which 0) or V (1), the same for each layer of a step.
+
+        A fresh megabyte per layer would be paid for in page faults: 1100 us instead of 550 us for
+        4 rows of 1000 keys.
+        """
+        assert self.slots is not None
+        room = self._rooms[which]
+        if room is None or room.dtype != cache.dtype or room.shape[1] != cache[0].numel():
+            room = cache.new_empty((len(self.slots), cache[0].numel()))
+            self._rooms[which] = room
+        return room
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +125,8 @@ def _attend_group(
     num_kv_heads = k_cache.shape[1]
     repeats = num_q_heads // num_kv_heads
     bs, q_len = group.num_rows, group.q_len
-    k = _gather(k_cache, group, q.dtype)  # [bs, Hkv, kv_len, D]
-    v = _gather(v_cache, group, q.dtype)
+    k = _gather(k_cache, group, 0, q.dtype)  # [bs, Hkv, kv_len, D]
+    v = _gather(v_cache, group, 1, q.dtype)
     if q_len == 1:
         packed = q.view(bs, num_kv_heads, repeats, head_dim)
         bias = group.bias(q.dtype, repeats)
@@ -136,13 +151,12 @@ def _attend_group(
     return out.transpose(1, 2).reshape(num_tokens, num_q_heads, head_dim)
 
 
-def _gather(cache: Tensor, group: RowGroup, dtype: torch.dtype) -> Tensor:
+def _gather(cache: Tensor, group: RowGroup, which: int, dtype: torch.dtype) -> Tensor:
     """The keys or values of a group, [num_rows, Hkv, kv_len, D]; a view where slots are in line."""
     if group.slots is None:
         own = cache[group.first_slot : group.first_slot + group.kv_len].unsqueeze(0)
     else:
-        # embedding copies whole rows: 11 us per 1000 slots, where indexing takes 38 us
-        rows = embedding(group.slots, cache.flatten(1))
+        rows = torch.index_select(cache.flatten(1), 0, group.slots, out=group.room(cache, which))
         own = rows.view(group.num_rows, group.kv_len, *cache.shape[1:])
     return own.transpose(1, 2).to(dtype)
 
@@ -169,18 +183,22 @@ def _rows_in_line(slots: Tensor, kv_starts: list[int]) -> list[bool]:
     return same
 
 
-def _batches(rows: list[int], q_len: int, kv_lens: list[int]) -> Sequence[list[int]]:
+def _batches(rows: list[int], q_len: int, kv_lens: list[int]) -> list[list[int]]:
     """Rows of equal q_len cut into what shares a call; only neighbours do."""
     if q_len > MAX_PACKED_QUERIES:
         return [[b] for b in rows]
     cut: list[list[int]] = []
+    longest = total = 0
     for b in rows:
         if cut and cut[-1][-1] == b - 1:
-            longest = max(kv_lens[b], *(kv_lens[other] for other in cut[-1]))
-            if longest * (len(cut[-1]) + 1) <= MAX_PADDED_KEYS:
+            num_rows = len(cut[-1]) + 1
+            longest, total = max(longest, kv_lens[b]), total + kv_lens[b]
+            padded = longest * num_rows
+            if padded <= min(total + PADDING_PER_ROW * num_rows, MAX_PADDED_KEYS):
                 cut[-1].append(b)
                 continue
         cut.append([b])
+        longest = total = kv_lens[b]
     return cut
 
 

@@ -14,7 +14,8 @@ def apply_rotary(
         positions: [T] int64, or None when row t of `cos_sin` belongs to token t.
     """
     rows = cos_sin if positions is None else cos_sin.index_select(0, positions)  # [T, D]
-    cos, sin = rows.unflatten(-1, (2, 1, 1, -1)).unbind(1)  # [T, 1, 1, D / 2]
+    num_tokens, head_dim = rows.shape
+    cos, sin = rows.view(num_tokens, 2, 1, 1, head_dim // 2).unbind(1)  # [T, 1, 1, D / 2]
     joint = _join(q, k)
     for x in (q, k) if joint is None else (joint,):
         _rotate(x, cos, sin)
@@ -23,7 +24,8 @@ def apply_rotary(
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """x1, x2 = x1 cos - x2 sin, x2 cos + x1 sin; each product rounded, never fused."""
-    halves = x.unflatten(-1, (2, -1))  # [T, H, 2, D / 2]
+    num_tokens, num_heads, head_dim = x.shape
+    halves = x.view(num_tokens, num_heads, 2, head_dim // 2)
     crossed = halves * sin
     turned = halves * cos
     turned[:, :, 0].sub_(crossed[:, :, 1])
@@ -35,8 +37,9 @@ def _join(q: Tensor, k: Tensor) -> Tensor | None:
     """q and k as one tensor when k's heads follow q's in memory, so that each op runs once."""
     num_tokens, num_heads, head_dim = q.shape
     if (
-        q.stride() != k.stride()
+        (num_tokens > 1 and q.stride(0) != k.stride(0))
         or q.stride()[1:] != (head_dim, 1)
+        or k.stride()[1:] != (head_dim, 1)
         or k.data_ptr() != q.data_ptr() + num_heads * head_dim * q.element_size()
     ):
         return None
