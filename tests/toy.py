@@ -1,0 +1,174 @@
+"""A toy model with a real paged memory: an executor whose answers depend on what its slots hold.
+
+The next token is a hash of the token prefix as it is read through `req_to_token` from the slots.
+A wrong page, a lost move or a stale row therefore shows as a wrong token.
+"""
+
+import hashlib
+import random
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+from paceline.worker.spec.drafter import DraftContext, Drafter
+from paceline.worker.spec.tree import DraftTree
+from paceline.worker.step import (
+    Phase,
+    ReqId,
+    ReqStep,
+    RowResult,
+    SamplingRow,
+    StepPlan,
+    StepReply,
+)
+
+VOCAB_SIZE = 50
+EOS = 0
+
+
+def next_token(ids: Sequence[int]) -> int:
+    """What the toy model says after `ids`: never a token of much use, but always the same."""
+    digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB_SIZE
+
+
+def generate(prompt_ids: Sequence[int], max_tokens: int, *, eos: int | None = EOS) -> list[int]:
+    """The undisturbed output."""
+    ids = list(prompt_ids)
+    for _ in range(max_tokens):
+        ids.append(next_token(ids))
+        if ids[-1] == eos:
+            break
+    return ids[len(prompt_ids) :]
+
+
+class ToyExecutor:
+    """Follows the contract of `ReqStep` slot by slot, and checks what a plan may not do."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_num_reqs: int,
+        max_len: int,
+        *,
+        on_step: Callable[[StepPlan], None] | None = None,
+    ) -> None:
+        self.num_pages = num_pages
+        self.num_heartbeats = 0
+        self.plans: list[StepPlan] = []
+        self._page_size = page_size
+        self._slots = [-1] * ((num_pages + 1) * page_size)
+        width = -(-max_len // page_size) * page_size
+        self._req_to_token = [[0] * width for _ in range(max_num_reqs + 1)]
+        self._on_step = on_step
+
+    def heartbeat(self) -> None:
+        self.num_heartbeats += 1
+
+    def execute(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> StepReply:
+        if self._on_step is not None:
+            self._on_step(plan)
+        self.plans.append(plan)
+        self._check_plan(plan, sampling)
+        for row in plan.rows:
+            self._write_pages(row)
+        for row in plan.rows:
+            self._store(row)
+        results = [self._answer(row, s) for row, s in zip(plan.rows, sampling, strict=True)]
+        return StepReply(plan.step_id, tuple(results))
+
+    def _check_plan(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> None:
+        phases = [row.phase for row in plan.rows]
+        order = [Phase.DECODE, Phase.VERIFY, Phase.PREFILL]
+        assert phases == sorted(phases, key=order.index)
+        indices = [row.req_pool_index for row in plan.rows]
+        assert len(set(indices)) == len(indices)
+        assert 0 not in indices
+        assert len(sampling) == len(plan.rows)
+
+    def _write_pages(self, row: ReqStep) -> None:
+        slots = self._req_to_token[row.req_pool_index]
+        for i, page in enumerate(row.pages, start=row.page_start):
+            assert 1 <= page <= self.num_pages
+            first = i * self._page_size
+            assert first + self._page_size <= len(slots)
+            for offset in range(self._page_size):
+                slots[first + offset] = page * self._page_size + offset
+
+    def _store(self, row: ReqStep) -> None:
+        slots = self._req_to_token[row.req_pool_index]
+        for i, token in enumerate(row.input_ids, start=row.prefix_len + row.num_cached_nodes):
+            assert slots[i] >= self._page_size, "a write to page 0"
+            self._slots[slots[i]] = token
+
+    def _answer(self, row: ReqStep, sampling: SamplingRow | None) -> RowResult:
+        slots = self._req_to_token[row.req_pool_index]
+        prefix = [self._slots[slot] for slot in slots[: row.prefix_len]]
+        if row.num_logits == 0:
+            assert sampling is None
+            return RowResult()
+        assert sampling is not None
+        known = sampling.prompt_ids + sampling.output_ids
+        if row.parents is None:
+            ids = prefix + list(row.input_ids)
+            assert ids == known
+            return RowResult((next_token(ids),), 0)
+        assert prefix + [row.input_ids[0]] == known
+        return self._verify(row, slots, prefix)
+
+    def _verify(self, row: ReqStep, slots: list[int], prefix: list[int]) -> RowResult:
+        assert row.parents is not None
+        path = [0]
+        ids = [*prefix, row.input_ids[0]]
+        new_ids = []
+        while True:
+            new_ids.append(next_token(ids))
+            children = [i for i, parent in enumerate(row.parents) if parent == path[-1]]
+            agreeing = [i for i in children if row.input_ids[i] == new_ids[-1]]
+            if not agreeing:
+                break
+            path.append(agreeing[0])
+            ids.append(new_ids[-1])
+        stored = [self._slots[slots[row.prefix_len + node]] for node in path]
+        for i, token in enumerate(stored):
+            self._slots[slots[row.prefix_len + i]] = token
+        return RowResult(tuple(new_ids), len(new_ids) - 1)
+
+
+class ToyDrafter(Drafter):
+    """Guesses right with some probability, in chains and trees; seeded."""
+
+    def __init__(self, seed: int, *, topk: int = 1, hit_rate: float = 0.6) -> None:
+        self._random = random.Random(seed)
+        self._topk = topk
+        self._hit_rate = hit_rate
+        self.open_ids: set[ReqId] = set()
+        self.is_shut_down = False
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree | None]:
+        self.open_ids |= {context.req_id for context in contexts}
+        return [self._tree(context) for context in contexts]
+
+    def close_reqs(self, req_ids: Iterable[ReqId]) -> None:
+        self.open_ids -= set(req_ids)
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def _tree(self, context: DraftContext) -> DraftTree | None:
+        rand = self._random
+        if rand.random() < 0.2:
+            return None
+        paths = {0: context.prompt_ids + context.output_ids}
+        token_ids: list[int] = []
+        parents: list[int] = []
+        for node in range(1, context.max_draft_tokens):
+            parent = node - 1 if self._topk == 1 else rand.randrange(max(0, node - 3), node)
+            hit = rand.random() < self._hit_rate
+            token = next_token(paths[parent]) if hit else rand.randrange(VOCAB_SIZE)
+            if (parent, token) in zip(parents, token_ids, strict=True):
+                break
+            paths[node] = [*paths[parent], token]
+            token_ids.append(token)
+            parents.append(parent)
+        return DraftTree(tuple(token_ids), tuple(parents))
