@@ -1,0 +1,254 @@
+"""Proposer: a draft model that guesses ahead of its targets, one round at a time.
+
+It owns a draft group's executor and what it holds of each req. It knows no transport. A draft
+computes a req's committed tokens, root included, without the shift of feature drafts: the logits
+of the root are its first guess. What it cannot do (no pages, past its context, a prompt that is
+too long for one round) it leaves out: a row then acknowledges its tokens and guesses nothing.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.worker.config import CacheConfig, SpecConfig, WorkerConfig
+from paceline.worker.draft.growth import Lane, grow_chains, num_growth_slots
+from paceline.worker.draft.reqs import DraftReq, DraftReqs, ReqKey
+from paceline.worker.draft.step_runner import DraftExecutor, StepRunner
+from paceline.worker.link.base import Commit, CommitRow, ProposalRow, Proposals
+from paceline.worker.sampler import Sampler
+from paceline.worker.spec.tree import DraftTree
+from paceline.worker.step import Phase, ReqId, ReqStep
+
+_ROOT_ONLY = DraftTree((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One target's question."""
+
+    target: str
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerSnapshot:
+    num_pages: int
+    num_free_pages: int
+    num_owned_pages: int
+    num_cached_pages: int
+    num_orphaned_pages: int
+    req_ids: tuple[ReqId, ...]
+    step_id: int  # forwards done
+
+
+class Proposer:
+    """Answers rounds of any number of targets; one thread at a time.
+
+    Nothing that a target says makes it raise. A `PacelineError` or `RuntimeError` comes from the
+    executor and means that the device or a rank of the group is lost.
+    """
+
+    def __init__(
+        self,
+        executor: DraftExecutor,
+        spec: SpecConfig,
+        cache: CacheConfig,
+        max_model_len: int,
+        max_num_reqs: int,
+        *,
+        sampler: Sampler,
+        max_catch_up_tokens: int = 512,
+    ) -> None:
+        """`max_model_len` is the draft's own. A round computes `max_catch_up_tokens` committed
+        tokens at most, so that a long prompt does not hold up the other rows."""
+        self.executor = executor
+        self.max_model_len = max_model_len
+        self._spec = spec
+        self._max_catch_up_tokens = max_catch_up_tokens
+        self._reqs = DraftReqs(
+            num_pages=executor.num_pages,
+            page_size=cache.page_size,
+            max_num_reqs=max_num_reqs,
+            enable_prefix_caching=cache.enable_prefix_caching,
+        )
+        self._runner = StepRunner(executor, self._reqs)
+        self._sampler = sampler
+        self._last_round: dict[str, tuple[int, int]] = {}  # (epoch, round) of each target
+
+    # ---- what targets say
+
+    def apply(self, target: str, commit: Commit) -> tuple[ReqId, ...]:
+        """Takes the tokens of a round, without computing anything. Returns reqs to be synced.
+
+        A round older than one already taken changes nothing.
+        """
+        if self._is_stale(target, commit):
+            return ()
+        self._last_round[target] = (commit.epoch, commit.round)
+        for sync in commit.syncs:
+            self._reqs.sync(target, sync)
+        return tuple(row.req_id for row in commit.rows if not self._reqs.commit(target, row))
+
+    def answer(self, rounds: Sequence[Round]) -> list[Proposals]:
+        """Takes the rounds and grows their trees in one batch. Answers are in the same order."""
+        started_s = time.monotonic()
+        answers: list[tuple[list[tuple[CommitRow, DraftReq]], tuple[ReqId, ...]]] = []
+        for round_ in rounds:
+            if self._is_stale(round_.target, round_.commit):
+                answers.append(([], ()))
+                continue
+            needs_sync = self.apply(round_.target, round_.commit)
+            answers.append((self._known_rows(round_, needs_sync), needs_sync))
+        lanes = self._catch_up([pair for known, _ in answers for pair in known])
+        trees = grow_chains(lanes, self._sampler, self._runner)
+        draft_us = int((time.monotonic() - started_s) * 1e6)
+        return [
+            Proposals(
+                epoch=round_.commit.epoch,
+                round=round_.commit.round,
+                rows=tuple(
+                    ProposalRow(row.req_id, row.commit_len, trees.get(req.key, _ROOT_ONLY))
+                    for row, req in known
+                ),
+                needs_sync=needs_sync,
+                draft_us=draft_us,
+            )
+            for round_, (known, needs_sync) in zip(rounds, answers, strict=True)
+        ]
+
+    def answer_one(self, target: str, commit: Commit) -> Proposals:
+        return self.answer([Round(target, commit)])[0]
+
+    def close_reqs(self, target: str, req_ids: Iterable[ReqId]) -> None:
+        """Frees what these reqs hold; unknown ones are ignored."""
+        for req_id in req_ids:
+            self._reqs.forget(ReqKey(target, req_id))
+
+    def close_target(self, target: str) -> None:
+        """Frees all that a target's reqs hold."""
+        for key in self._reqs.held:
+            if key.target == target:
+                self._reqs.forget(key)
+        self._last_round.pop(target, None)
+
+    # ---- the process around it
+
+    def snapshot(self) -> ProposerSnapshot:
+        counts = self._reqs.counts()
+        return ProposerSnapshot(
+            num_pages=counts.num_pages,
+            num_free_pages=counts.num_free,
+            num_owned_pages=counts.num_owned,
+            num_cached_pages=counts.num_cached,
+            num_orphaned_pages=counts.num_orphaned,
+            req_ids=tuple(key.req_id for key in self._reqs.held),
+            step_id=self._runner.step_id,
+        )
+
+    def check(self) -> None:
+        """Proves the page invariants; for tests."""
+        self._reqs.check()
+
+    def heartbeat(self) -> None:
+        self.executor.heartbeat()
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()
+
+    # ---- one round
+
+    def _is_stale(self, target: str, commit: Commit) -> bool:
+        last = self._last_round.get(target)
+        return last is not None and (commit.epoch, commit.round) < last
+
+    def _known_rows(
+        self, round_: Round, needs_sync: tuple[ReqId, ...]
+    ) -> list[tuple[CommitRow, DraftReq]]:
+        """The first row of each req that fits what is held."""
+        known: dict[ReqId, tuple[CommitRow, DraftReq]] = {}
+        for row in round_.commit.rows:
+            req = self._reqs.get(ReqKey(round_.target, row.req_id))
+            if req is not None and row.req_id not in needs_sync and row.req_id not in known:
+                known[row.req_id] = (row, req)
+        return list(known.values())
+
+    def _catch_up(self, rows: Sequence[tuple[CommitRow, DraftReq]]) -> list[Lane]:
+        """One forward over committed tokens without KV, the shortest gaps first.
+
+        Returns: a lane for each req that has caught up and may grow a tree.
+        """
+        wanted = [
+            (req, depth, row.num_draft_tokens - 1)
+            for row, req in rows
+            if (depth := self._depth(row, req)) > 0
+        ]
+        wanted.sort(key=lambda lane: len(lane[0].ids) - lane[0].kv_len)
+        budget = self._max_catch_up_tokens
+        steps: list[ReqStep] = []
+        lanes: list[tuple[DraftReq, int, int]] = []
+        kept: list[DraftReq] = []
+        for req, depth, num_nodes in wanted:
+            num_slots = len(req.ids) + num_growth_slots(self._spec, depth)
+            if budget == 0 or not self._reqs.reserve(req, num_slots, kept):
+                continue
+            kept.append(req)
+            extend_len = min(len(req.ids) - req.prefix_len, budget)
+            budget -= extend_len
+            steps.append(self._catch_up_row(req, extend_len))
+            lanes.append((req, depth, num_nodes))
+        if not steps:
+            return []
+        caught_up: list[Lane] = []
+        for (req, depth, num_nodes), step, logits in zip(
+            lanes, steps, self._runner.forward(steps), strict=True
+        ):
+            req.kv_len = step.prefix_len + len(step.input_ids)
+            req.guessed_ids.clear()
+            if len(step.input_ids) > 1:
+                self._reqs.share_prefix(req)
+            if step.num_logits:
+                caught_up.append(Lane(req, depth, num_nodes, logits))
+        return caught_up
+
+    def _catch_up_row(self, req: DraftReq, extend_len: int) -> ReqStep:
+        start = req.prefix_len
+        stop = start + extend_len
+        return self._runner.make_row(
+            req,
+            Phase.DECODE if extend_len == 1 else Phase.PREFILL,
+            start,
+            tuple(req.ids[start:stop]),
+            num_logits=1 if stop == len(req.ids) else 0,
+        )
+
+    def _depth(self, row: CommitRow, req: DraftReq) -> int:
+        """Levels of the tree to grow: asked for, and within the draft's own context."""
+        # A level below the first takes a forward at position len(ids), len(ids) + 1, ...
+        room = self.max_model_len - len(req.ids) + 1
+        return min(self._spec.num_steps, row.num_draft_tokens - 1, room)
+
+
+def build_proposer(
+    config: WorkerConfig, progress: Callable[[str, float], None] | None = None
+) -> Proposer:
+    """A draft rank's proposer; `config.model` is the draft's model. Ranks above 0 of a group need
+    only its `executor.follow()`.
+
+    Raises: ConfigError, Unavailable: as `build_executor`.
+    """
+    from paceline.worker.target.build import build_executor
+
+    executor = build_executor(config, progress)
+    scheduler = config.scheduler
+    return Proposer(
+        executor,
+        config.spec,
+        config.cache,
+        config.model.max_model_len,
+        scheduler.max_num_seqs,
+        sampler=executor.sampler,
+        max_catch_up_tokens=min(
+            scheduler.chunked_prefill_size or scheduler.max_num_batched_tokens,
+            scheduler.max_num_batched_tokens,
+        ),
+    )
