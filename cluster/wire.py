@@ -4,6 +4,7 @@ Fronts, controller and leaders speak through it, so that a parameter has one spe
 What a user may leave out is resolved by the front: an internal message always carries every field.
 """
 
+from paceline.cluster.group.req_state import ReqReceipt
 from paceline.protos.v1 import common_pb2
 from paceline.worker.step import FinishReason, SamplingParams
 
@@ -69,4 +70,22 @@ def sampling_params_from_pb(message: common_pb2.SamplingParams) -> SamplingParam
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=bool(pick("ignore_eos")),
         logit_bias=tuple(sorted(message.logit_bias.items())),
+    )
+
+
+def receipt_to_pb(receipt: ReqReceipt, *, group_id: str = "") -> common_pb2.Receipt:
+    """A group's share of the receipt; the front adds what only it can measure."""
+    return common_pb2.Receipt(
+        prompt_tokens=receipt.prompt_tokens,
+        completion_tokens=receipt.completion_tokens,
+        cached_tokens=receipt.cached_tokens,
+        proposed_tokens=receipt.proposed_tokens,
+        accepted_tokens=receipt.accepted_tokens,
+        num_steps=receipt.num_steps,
+        fallback_steps=receipt.fallback_steps,
+        time_to_first_token_s=receipt.time_to_first_token_s,
+        total_s=receipt.total_s,
+        seed=receipt.seed,
+        group_id=group_id,
+        num_preemptions=receipt.num_preemptions,
     )

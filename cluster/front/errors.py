@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
+
 from paceline.worker.errors import (
     AlreadyExists,
     ConfigError,
@@ -146,6 +147,11 @@ def _mapping_of(error: PacelineError) -> _Mapping:
         if cls in _BY_CLASS:
             return _BY_CLASS[cls]
     return _BY_CLASS[InternalError]
+
+
+def reason_of(error: PacelineError) -> str:
+    """The error's kind in one lower-case word, for labels and bodies."""
+    return _mapping_of(error).reason.lower()
 
 
 def cut(text: str, max_bytes: int = MAX_MESSAGE_BYTES) -> str:
@@ -313,7 +319,7 @@ def to_http(error: PacelineError) -> HttpAnswer:
             "message": cut(error.message),
             "type": mapping.openai_type,
             "param": getattr(error, "field", "") or None,
-            "code": mapping.reason.lower(),
+            "code": reason_of(error),
         }
     }
     return HttpAnswer(mapping.http, headers, body)

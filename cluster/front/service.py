@@ -1,0 +1,485 @@
+"""A request's way through a front, whatever protocol it came by.
+
+Resolve, wait at the controller for a group, stream from its leader, turn ids into text, account.
+Whatever the end (finish, stop string, cancel, deadline, lost leader), the call on the leader is
+ended and the controller is told, once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import struct
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import grpc
+
+from paceline.cluster.front.answer import Answer, Chunk
+from paceline.cluster.front.channels import ChannelCache
+from paceline.cluster.front.controller_client import ControllerClient, ControllerResolver
+from paceline.cluster.front.errors import from_rpc_error, is_ours, reason_of
+from paceline.cluster.front.live import LiveReq, LiveTable
+from paceline.cluster.front.metrics import FrontMetrics
+from paceline.cluster.front.requests import (
+    FrontLimits,
+    GenerationInput,
+    ResolvedReq,
+    Resolver,
+    ServedModel,
+)
+from paceline.cluster.front.stops import StopChecker
+from paceline.cluster.front.text import TextCodec
+from paceline.cluster.wire import finish_reason_from_pb, sampling_params_to_pb
+from paceline.protos.v1 import common_pb2, controller_pb2, group_pb2
+from paceline.protos.v1.group_pb2_grpc import GroupServiceStub
+from paceline.worker.clock import Clock, SystemClock
+from paceline.worker.errors import (
+    DeadlineExceeded,
+    InternalError,
+    PacelineError,
+    Unavailable,
+)
+from paceline.worker.step import FinishReason
+
+log = logging.getLogger(__name__)
+
+# A leader lost before the first token: nothing was sent, so another group may take over.
+_MAX_RESUBMITS = 2
+# How long a leader may take to end a request and hand over its receipt.
+_SETTLE_S = 1.0
+_AFFINITY_TOKENS = 64
+_LOST_CODES = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The end of an answer."""
+
+    output_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    matched_token_id: int | None
+    matched_stop: str | None
+    receipt: common_pb2.Receipt
+
+
+class _LeaderLost(Exception):
+    """The stream from a leader broke; `args[0]` says how."""
+
+
+class GenerationCore:
+    def __init__(
+        self,
+        model: ServedModel,
+        codec: TextCodec,
+        resolve_controller: ControllerResolver,
+        *,
+        limits: FrontLimits | None = None,
+        speculative_method: str = "none",
+        clock: Clock | None = None,
+    ) -> None:
+        self.model = model
+        self.codec = codec
+        self.limits = limits or FrontLimits()
+        self.speculative_method = speculative_method
+        self.metrics = FrontMetrics(model.names[0])
+        self._clock = clock or SystemClock()
+        self.resolver = Resolver(model, codec, self.limits, self._clock)
+        self._channels = ChannelCache()
+        self._controller = ControllerClient(
+            resolve_controller,
+            self._channels,
+            wait_s=self.limits.controller_wait_s,
+            clock=self._clock,
+        )
+        self._live = LiveTable(self.limits.max_concurrent_reqs)
+        self._releases: dict[str, asyncio.Task[None]] = {}
+        self.is_draining = False
+
+    # What the faces call.
+
+    async def generate(self, asked: GenerationInput) -> AsyncIterator[Chunk | Complete]:
+        """Chunks as they come, then one Complete.
+
+        Raises: PacelineError: refused, or ended without an answer. Closing the generator or
+            cancelling its task aborts the request.
+        """
+        received_s = self._clock.monotonic()
+        live = await self._admit(asked, received_s)
+        try:
+            async with aclosing(self._attempts(live)) as events:
+                async for event in events:
+                    yield event
+        except PacelineError as error:
+            self._account(live, reason_of(error), is_failure=True)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self._account(live, "abort")
+            raise
+        finally:
+            self._live.remove(live)
+            self._start_release(live.req.req_id)
+
+    async def abort(self, req_id: str) -> bool:
+        """Ends a request wherever it is. Idempotent; False when no live request had the id."""
+        live = self._live.get(req_id)
+        if live is not None:
+            live.is_aborted = True
+            if live.address and await self._abort_at(live.address, req_id):
+                # The leader ends the stream itself, with a receipt; if it does not, we do.
+                asyncio.get_running_loop().call_later(_SETTLE_S, live.wake)
+            else:
+                live.wake()
+            return True
+        return await self._abort_elsewhere(req_id)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises: InvalidRequest: empty, or longer than the context."""
+        return await self.resolver.encode(text, "prompt", add_special_tokens=add_special_tokens)
+
+    async def tokenize_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Raises: InvalidRequest: as `tokenize`, or no template for it."""
+        asked = GenerationInput(messages=messages, add_generation_prompt=add_generation_prompt)
+        return await self.resolver.prompt_ids(asked)
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Raises: InvalidRequest: an id outside the vocabulary."""
+        self.resolver.check_ids("token_ids", ids)
+        return self.codec.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    async def status(self) -> controller_pb2.GetStatusResponse:
+        """Raises: Unavailable: the controller does not answer."""
+        return await self._controller.status()
+
+    def begin_drain(self) -> None:
+        self.is_draining = True
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuses new requests, waits for the running; the number aborted at the limit."""
+        self.begin_drain()
+        if await self._live.wait_idle(timeout_s):
+            return 0
+        cut_short = self._live.all()
+        for live in cut_short:
+            live.ended_by = Unavailable(
+                f"this front drained for {timeout_s:g} s and stops; send the request again", 1.0
+            )
+            live.wake()
+        await self._live.wait_idle(_SETTLE_S)
+        log.warning("drain aborted requests num=%d timeout_s=%g", len(cut_short), timeout_s)
+        return len(cut_short)
+
+    def req_ids(self) -> tuple[list[str], list[str]]:
+        """(running, waiting)."""
+        running = [live.req.req_id for live in self._live.all() if live.address]
+        waiting = [live.req.req_id for live in self._live.all() if not live.address]
+        return running, waiting
+
+    async def close(self) -> None:
+        if self._releases:
+            await asyncio.wait(self._releases.values(), timeout=_SETTLE_S)
+        await self._channels.close()
+        self.codec.close()
+
+    # Admission and release.
+
+    async def _admit(self, asked: GenerationInput, received_s: float) -> LiveReq:
+        try:
+            if self.is_draining:
+                raise Unavailable("this front is draining; send the request to another", 1.0)
+            self._live.check_room(asked.request_id)  # before any time is spent on it
+            req = await self.resolver.resolve(asked)
+            live = LiveReq(req, self._new_answer(req), received_s)
+            pending = self._releases.get(req.req_id)
+            if pending is not None:  # of an earlier request with this id: it must not hit ours
+                await asyncio.shield(pending)
+            self._live.add(live)
+        except PacelineError as error:
+            self.metrics.reject(reason_of(error))
+            raise
+        return live
+
+    def _new_answer(self, req: ResolvedReq) -> Answer:
+        return Answer(
+            self.codec.detokenizer(skip_special_tokens=req.skip_special_tokens),
+            StopChecker(req.stop, include_stop=req.include_stop_str_in_output),
+            min_tokens=req.params.min_tokens,
+        )
+
+    def _start_release(self, req_id: str) -> None:
+        """In a task of its own, so that a cancelled request is released too."""
+        task = asyncio.get_running_loop().create_task(self._controller.release(req_id))
+        self._releases[req_id] = task
+        task.add_done_callback(lambda done: self._forget_release(req_id, done))
+
+    def _forget_release(self, req_id: str, task: asyncio.Task[None]) -> None:
+        if self._releases.get(req_id) is task:
+            del self._releases[req_id]
+        if not task.cancelled() and task.exception() is not None:
+            log.error("release failed req_id=%s", req_id, exc_info=task.exception())
+
+    # Waiting and running.
+
+    async def _attempts(self, live: LiveReq) -> AsyncIterator[Chunk | Complete]:
+        for num_lost in range(_MAX_RESUBMITS + 1):
+            if not await self._wait_for_group(live):
+                for event in self._end_woken(live):
+                    yield event
+                return
+            try:
+                async with aclosing(self._run(live)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except _LeaderLost as lost:
+                num_tokens = len(live.answer.output_ids)
+                log.warning(
+                    "leader lost group=%s req_id=%s num_tokens=%d: %s",
+                    live.group_id,
+                    live.req.req_id,
+                    num_tokens,
+                    lost,
+                )
+                if num_tokens or num_lost == _MAX_RESUBMITS:
+                    raise self._lost_error(live, num_tokens, num_lost, lost) from None
+            live.address = ""
+            await self._controller.release(live.req.req_id)  # else it would answer the dead group
+
+    async def _wait_for_group(self, live: LiveReq) -> bool:
+        """False when the request was ended while it waited."""
+        req = live.req
+        request = controller_pb2.SubmitRequest(
+            req_id=req.req_id,
+            num_prompt_tokens=len(req.prompt_ids),
+            max_tokens=req.params.max_tokens,
+            priority=req.priority,
+            deadline_unix_s=req.deadline_unix_s,
+            prefix_hash=_prefix_hash(req.prompt_ids),
+        )
+        with self.metrics.waiting.track_inprogress():
+            place = await self._controller.submit(live, request)
+        if place is None:
+            return False
+        live.group_id, live.address = place.group_id, place.address
+        live.queue_s += place.queue_s
+        return True
+
+    async def _run(self, live: LiveReq) -> AsyncIterator[Chunk | Complete]:
+        """One group's stream. Raises _LeaderLost, or what the leader says."""
+        request = group_pb2.RunRequest(
+            req_id=live.req.req_id,
+            prompt_ids=live.req.prompt_ids,
+            output_ids=live.answer.output_ids,
+            sampling_params=sampling_params_to_pb(live.req.params),
+            priority=live.req.priority,
+            deadline_unix_s=live.req.deadline_unix_s,
+        )
+        time_left_s = max(0.0, live.req.deadline_unix_s - self._clock.unix_s())
+        async with self._channels.use(live.address) as channel:
+            call = GroupServiceStub(channel).Run(request, timeout=time_left_s)
+            live.call = call
+            try:
+                with self.metrics.running.track_inprogress():
+                    while True:
+                        message = await self._read(live, call)
+                        if message is None:
+                            for event in self._end_woken(live):
+                                yield event
+                            return
+                        chunk = self._take(live, message)
+                        if live.answer.matched_stop is not None:
+                            if chunk.token_ids:
+                                yield chunk
+                            await self._settle(live, call)
+                            yield self._complete(live, FinishReason.STOP)
+                            return
+                        if chunk.token_ids or chunk.text:
+                            yield chunk
+                        reason = finish_reason_from_pb(message.finish_reason)
+                        if reason is not None:
+                            live.group_receipt = message.receipt
+                            yield self._end_of(live, message, reason)
+                            return
+            finally:
+                live.call = None
+                call.cancel()
+
+    async def _read(
+        self,
+        live: LiveReq,
+        call: "grpc.aio.UnaryStreamCall[group_pb2.RunRequest, group_pb2.RunResponse]",
+    ) -> group_pb2.RunResponse | None:
+        """The next message; None when the request was woken up to end."""
+        try:
+            message = await call.read()
+        except asyncio.CancelledError:
+            if live.was_woken():
+                return None
+            raise
+        except grpc.aio.AioRpcError as rpc_error:
+            if live.is_ending:
+                return None
+            raise self._run_error(live, rpc_error) from None
+        if isinstance(message, group_pb2.RunResponse):
+            return message
+        raise InternalError(
+            f"group '{live.group_id}' ended request '{live.req.req_id}' without a finish reason"
+        )
+
+    def _run_error(self, live: LiveReq, rpc_error: grpc.aio.AioRpcError) -> Exception:
+        error = from_rpc_error(rpc_error)
+        if isinstance(error, DeadlineExceeded):
+            num_tokens = len(live.answer.output_ids)
+            return DeadlineExceeded(
+                f"the {live.req.time_limit_s:g} s of request '{live.req.req_id}' passed after "
+                f"{num_tokens} tokens; set a later deadline or lower max_tokens",
+                "decode" if num_tokens else error.phase or "prefill",
+            )
+        if isinstance(error, Unavailable) or (
+            not is_ours(rpc_error) and rpc_error.code() in _LOST_CODES
+        ):
+            return _LeaderLost(error.message)
+        return error
+
+    def _take(self, live: LiveReq, message: group_pb2.RunResponse) -> Chunk:
+        """The message's tokens and the text they make final; with the last, all that was held."""
+        if message.token_ids:
+            self._note_tokens(live)
+        chunk = live.answer.push(list(message.token_ids))
+        if message.finish_reason and live.answer.matched_stop is None:
+            rest = live.answer.finish()
+            return Chunk(chunk.token_ids, chunk.text + rest.text)
+        return chunk
+
+    def _note_tokens(self, live: LiveReq) -> None:
+        now_s = self._clock.monotonic()
+        if live.first_token_s is None:
+            live.first_token_s = now_s
+            self.metrics.time_to_first_token.observe(now_s - live.received_s)
+        else:
+            self.metrics.inter_token_latency.observe(now_s - live.last_token_s)
+        live.last_token_s = now_s
+
+    async def _settle(
+        self,
+        live: LiveReq,
+        call: "grpc.aio.UnaryStreamCall[group_pb2.RunRequest, group_pb2.RunResponse]",
+    ) -> None:
+        """Ends a run that the front has had enough of, and collects its receipt.
+
+        A bare cancel would end it too, but the group's share of the receipt would be lost.
+        """
+        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+            async with asyncio.timeout(_SETTLE_S):
+                await self._abort_at(live.address, live.req.req_id)
+                while isinstance(message := await call.read(), group_pb2.RunResponse):
+                    if message.finish_reason:
+                        live.group_receipt = message.receipt
+                        return
+
+    # Ends.
+
+    def _end_of(
+        self, live: LiveReq, message: group_pb2.RunResponse, reason: FinishReason
+    ) -> Complete:
+        if reason is FinishReason.ABORT and live.ended_by is not None:
+            raise live.ended_by
+        if live.answer.matched_stop is not None:
+            reason = FinishReason.STOP
+        matched = message.matched_token_id if message.HasField("matched_token_id") else None
+        return self._complete(live, reason, matched)
+
+    def _end_woken(self, live: LiveReq) -> list[Chunk | Complete]:
+        if live.ended_by is not None:
+            raise live.ended_by
+        rest = live.answer.finish()
+        complete = self._complete(live, FinishReason.ABORT)
+        return [rest, complete] if rest.text else [complete]
+
+    def _complete(
+        self, live: LiveReq, reason: FinishReason, matched_token_id: int | None = None
+    ) -> Complete:
+        receipt = self._account(live, reason.name.lower())
+        return Complete(
+            output_ids=tuple(live.answer.output_ids),
+            text=live.answer.text,
+            finish_reason=reason,
+            matched_token_id=matched_token_id,
+            matched_stop=live.answer.matched_stop,
+            receipt=receipt,
+        )
+
+    def _account(
+        self, live: LiveReq, reason: str, *, is_failure: bool = False
+    ) -> common_pb2.Receipt:
+        """The group's share of the receipt and what only a front can tell; counted once."""
+        receipt = common_pb2.Receipt()
+        receipt.CopyFrom(live.group_receipt)
+        receipt.prompt_tokens = len(live.req.prompt_ids)
+        receipt.completion_tokens = len(live.answer.output_ids)
+        receipt.queue_s = live.queue_s
+        first_s = live.first_token_s
+        receipt.time_to_first_token_s = 0.0 if first_s is None else first_s - live.received_s
+        receipt.total_s = self._clock.monotonic() - live.received_s
+        receipt.seed = live.req.params.seed
+        receipt.group_id = live.group_id
+        if not live.is_accounted:
+            live.is_accounted = True
+            self.metrics.end(receipt, reason, is_failure=is_failure)
+        return receipt
+
+    def _lost_error(
+        self, live: LiveReq, num_tokens: int, num_lost: int, lost: _LeaderLost
+    ) -> Unavailable:
+        what = (
+            f"was lost after {num_tokens} tokens"
+            if num_tokens
+            else f"was lost before the first token, the last of {num_lost + 1} tried"
+        )
+        return Unavailable(
+            f"group '{live.group_id}' of request '{live.req.req_id}' {what} ({lost}); send the "
+            "request again",
+            1.0,
+        )
+
+    # Aborts.
+
+    async def _abort_at(self, address: str, req_id: str) -> bool:
+        try:
+            async with self._channels.use(address) as channel:
+                reply = await GroupServiceStub(channel).AbortReq(
+                    group_pb2.AbortReqRequest(req_id=req_id), timeout=_SETTLE_S
+                )
+        except grpc.aio.AioRpcError as error:
+            log.debug("abort not delivered address=%s req_id=%s: %s", address, req_id, error)
+            return False
+        return reply.found
+
+    async def _abort_elsewhere(self, req_id: str) -> bool:
+        """Another front's request: its group knows it, the controller's queue may."""
+        try:
+            status = await self.status()
+        except Unavailable:
+            return False
+        leaders = [g.address for g in status.groups if g.role == "target" and g.address]
+        found = await asyncio.gather(*(self._abort_at(address, req_id) for address in leaders))
+        await self._controller.release(req_id)
+        return any(found)
+
+
+def _prefix_hash(prompt_ids: list[int]) -> int:
+    """Equal for prompts that share their first tokens, so that they may share a group's cache."""
+    num_ids = min(len(prompt_ids), _AFFINITY_TOKENS) // 16 * 16
+    if num_ids == 0:
+        return 0
+    data = struct.pack(f"<{num_ids}I", *prompt_ids[:num_ids])
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
