@@ -18,15 +18,34 @@ def choose_dense(kernels: KernelSet, logits: Tensor, rows: Sequence[LogitRow]) -
 
     Every row has a temperature above 0.
     """
+    return _perturb(kernels, logits, rows).argmax(-1)
+
+
+def rank_dense(
+    kernels: KernelSet, logits: Tensor, rows: Sequence[LogitRow], topk: int
+) -> tuple[Tensor, Tensor]:
+    """What `Sampler.top_children` returns, from logits [n, vocab_size] fp32 without NaN or +inf."""
+    scores = logits.clone()
+    noisy = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if noisy:
+        perturbed = _perturb(kernels, logits[noisy], [rows[i] for i in noisy])
+        scores[noisy] = perturbed.masked_fill(perturbed.isnan(), -torch.inf)
+    best, ids = scores.topk(topk)
+    probs = (best - scores.logsumexp(-1, keepdim=True)).exp()
+    is_missing = best == -torch.inf
+    return probs.masked_fill(is_missing, -torch.inf).cpu(), ids.masked_fill(is_missing, 0).cpu()
+
+
+def _perturb(kernels: KernelSet, logits: Tensor, rows: Sequence[LogitRow]) -> Tensor:
+    """Log-probabilities up to a constant after all cuts, plus noise: [n, vocab_size]."""
     device = logits.device
     temperature = _column([max(row.params.temperature, MIN_TEMPERATURE) for row in rows], device)
-    z = (logits - logits.amax(-1, keepdim=True)) / temperature
-    z = cut_dense(z, rows)
+    z = cut_dense((logits - logits.amax(-1, keepdim=True)) / temperature, rows)
     keys = torch.tensor(
         [noise_key(row.params.seed, row.position) for row in rows], dtype=torch.int64, device=device
     )
     token_ids = torch.arange(z.shape[1], device=device).expand(z.shape)
-    return (z + gumbel(kernels.noise_bits(keys, token_ids))).argmax(-1)
+    return z + gumbel(kernels.noise_bits(keys, token_ids))
 
 
 def cut_dense(z: Tensor, rows: Sequence[LogitRow]) -> Tensor:

@@ -12,16 +12,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.kernels.api import KernelSet
-from paceline.worker.dense_sampler import choose_dense
+from paceline.worker.dense_sampler import choose_dense, rank_dense
 from paceline.worker.errors import InternalError
 from paceline.worker.logit_filters import LogitRow, adjust, cut, scale
-from paceline.worker.noise import noise_key, top_perturbed
+from paceline.worker.noise import Floats, Ids, noise_key, top_perturbed
 
 __all__ = ["LogitRow", "Sampler", "SamplerStats"]
+
+_NUM_RIVALS = 8
 
 
 @dataclass(slots=True)
@@ -79,12 +82,61 @@ class Sampler:
         self.stats.choose_s += time.perf_counter() - started_s
         return chosen
 
+    def top_children(
+        self, logits: Tensor, rows: Sequence[LogitRow], topk: int
+    ) -> tuple[Tensor, Tensor]:
+        """The `topk` likeliest tokens of each row, best first, for a draft that grows a tree.
+
+        Likely to be what the target chooses: where a req samples, tokens rank by their perturbed
+        score, since the target will meet the same noise, and probabilities are the softmax of
+        these scores. top_k, top_p and min_p apply; penalties, min_tokens and logit_bias are the
+        target's.
+
+        Args:
+            logits: [n, V], of any dtype; NaN and +inf count as -inf.
+        Returns: (probabilities [n, topk] fp32, token ids [n, topk] int64) on the host; where a row
+            has fewer than topk tokens to offer, probability -inf and id 0.
+        """
+        logits = logits.detach()[:, : self._vocab_size].float()
+        logits = logits.masked_fill(~logits.isfinite(), -torch.inf)
+        if logits.device.type != "cpu":
+            return rank_dense(self._kernels, logits, rows, topk)
+        probs = torch.full((len(rows), topk), -torch.inf)
+        ids = torch.zeros((len(rows), topk), dtype=torch.int64)
+        for i, row in enumerate(rows):
+            row_probs, row_ids = self._rank(logits[i].numpy(), row, topk)
+            probs[i, : len(row_ids)] = torch.from_numpy(row_probs)
+            ids[i, : len(row_ids)] = torch.from_numpy(row_ids)
+        return probs, ids
+
     def _draw(self, logits: Tensor, row: LogitRow) -> int:
         z = cut(scale(logits.numpy(), row.params.temperature), row.params)
         started_s = time.perf_counter()
         token_ids, _ = top_perturbed(z, noise_key(row.params.seed, row.position), 1)
         self.stats.noise_s += time.perf_counter() - started_s
         return int(token_ids[0])
+
+    def _rank(self, logits: Floats, row: LogitRow, topk: int) -> tuple[Floats, Ids]:
+        if not np.isfinite(logits.max()):
+            return logits[:0], np.empty(0, dtype=np.int64)
+        params = row.params
+        if params.is_greedy:
+            z = scale(logits, 1.0)
+            ids = _best_of(z, min(topk, np.count_nonzero(z > -np.inf)))
+            return np.exp(z[ids]) / np.exp(z).sum(), ids
+        z = cut(scale(logits, params.temperature), params)
+        # The probabilities compare children of different parents only, for which it is enough to
+        # sum over the best few: the noise of a whole vocabulary would cost more than a draft step.
+        num_summed = min(topk + _NUM_RIVALS, np.count_nonzero(z > -np.inf))
+        ids, sums = top_perturbed(z, noise_key(params.seed, row.position), num_summed)
+        weights = np.exp(sums - sums[0])
+        return (weights / weights.sum())[:topk], ids[:topk]
+
+
+def _best_of(z: Floats, k: int) -> Ids:
+    """The k greatest by (value descending, id ascending)."""
+    ids = np.flatnonzero(z >= np.partition(z, len(z) - k)[len(z) - k])
+    return ids[np.lexsort((ids, -z[ids]))[:k]]
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
