@@ -1,9 +1,9 @@
-"""Growth: from the logits behind a root to a tree of guesses, level by level over a whole batch.
+"""Growth: from the logits behind each root to trees of guesses, level by level over a whole batch.
 
-With one branch per level a tree is a chain: its tokens are chosen as the target will choose them,
-with the req's parameters and the noise of its seed and position, and their KV lies in line, so
-what the target accepts need not be computed again. With more branches the best `topk` nodes of a
-level are computed and their best children compete for the next, as in EAGLE-2.
+With one branch a tree is a chain: its tokens are chosen as the target will choose them, with the
+req's parameters and the noise of its seed and position, and their KV lies in line, so what the
+target accepts need not be computed again. With more branches the best `topk` nodes of a level
+are computed and their best children compete for the next (`worker/spec/select.py`).
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from paceline.worker.config import SpecConfig
 from paceline.worker.draft.reqs import DraftReq, ReqKey
 from paceline.worker.draft.step_runner import StepRunner
 from paceline.worker.sampler import LogitRow, Sampler
+from paceline.worker.spec.select import Candidates, Selection, build_trees, select_top_k_tokens
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import Phase
 
 
-@dataclass(slots=True)
-class Lane:
-    """One req whose tree grows: `depth` levels wanted, `num_nodes` nodes without the root."""
+@dataclass(frozen=True, slots=True)
+class Sprout:
+    """A req that has caught up: `depth` levels are wanted, `num_nodes` nodes with the root."""
 
     req: DraftReq
     depth: int
     num_nodes: int
     logits: Tensor  # [1, V] behind the root
-    path: list[int] = field(default_factory=list)
 
 
 def num_growth_slots(spec: SpecConfig, depth: int) -> int:
@@ -36,35 +36,147 @@ def num_growth_slots(spec: SpecConfig, depth: int) -> int:
     return spec.topk * (depth - 1)
 
 
-def grow_chains(
-    lanes: Sequence[Lane], sampler: Sampler, runner: StepRunner
+def grow(
+    sprouts: Sequence[Sprout], topk: int, sampler: Sampler, runner: StepRunner
 ) -> dict[ReqKey, DraftTree]:
-    """A chain for each lane, one forward per level after the first."""
-    growing = _with_logits(lanes)
+    """A tree of each req; one forward of the batch for each level after the first."""
+    sound = [sprout for sprout in sprouts if _is_finite(sprout.logits)]
+    if topk == 1:
+        return _grow_chains([_Chain(sprout, sprout.logits) for sprout in sound], sampler, runner)
+    bushes = [_Bush(sprout, sprout.logits, paths=[()] * topk) for sprout in sound]
+    return _grow_bushes(bushes, topk, sampler, runner)
+
+
+def _is_finite(logits: Tensor) -> bool:
+    """Whether all logits are numbers: a draft that computed NaN guesses nothing."""
+    return bool(torch.isfinite(logits.max()))
+
+
+# ---- one branch
+
+
+@dataclass(slots=True)
+class _Chain:
+    sprout: Sprout
+    logits: Tensor  # [1, V] behind the last token
+    path: list[int] = field(default_factory=list)
+
+    @property
+    def is_grown(self) -> bool:
+        return len(self.path) == self.sprout.depth or not _is_finite(self.logits)
+
+
+def _grow_chains(
+    chains: Sequence[_Chain], sampler: Sampler, runner: StepRunner
+) -> dict[ReqKey, DraftTree]:
+    growing = list(chains)
     while growing:
-        logits = torch.cat([lane.logits for lane in growing])  # [n, V]
-        rows = [LogitRow(lane.req.params, lane.req.ids, (), tuple(lane.path)) for lane in growing]
-        for lane, token in zip(growing, sampler.choose(logits, rows).tolist(), strict=True):
-            lane.path.append(token)
-        growing = [lane for lane in growing if len(lane.path) < lane.depth]
+        rows = [_logit_row(chain.sprout.req, tuple(chain.path)) for chain in growing]
+        logits = torch.cat([chain.logits for chain in growing])  # [n, V]
+        for chain, token in zip(growing, sampler.choose(logits, rows).tolist(), strict=True):
+            chain.path.append(token)
+        growing = [chain for chain in growing if not chain.is_grown]
         if growing:
-            _advance_chains(growing, runner)
-            growing = _with_logits(growing)
-    return {lane.req.key: DraftTree.chain(lane.path) for lane in lanes}
+            _compute_tips(growing, runner)
+            growing = [chain for chain in growing if not chain.is_grown]
+    return {chain.sprout.req.key: DraftTree.chain(chain.path) for chain in chains}
 
 
-def _advance_chains(lanes: Sequence[Lane], runner: StepRunner) -> None:
+def _compute_tips(chains: Sequence[_Chain], runner: StepRunner) -> None:
+    rows = []
+    for chain in chains:
+        req = chain.sprout.req
+        prefix_len = len(req.ids) + len(chain.path) - 1
+        rows.append(runner.make_row(req, Phase.DECODE, prefix_len, (chain.path[-1],)))
+    for chain, logits in zip(chains, runner.forward(rows), strict=True):
+        chain.logits = logits
+        chain.sprout.req.guessed_ids = list(chain.path)
+
+
+# ---- several branches
+
+
+@dataclass(slots=True)
+class _Bush:
+    """A tree under growth: `topk` lanes, each on a node of the level last selected."""
+
+    sprout: Sprout
+    logits: Tensor  # [1, V] behind the root, then [topk, V] behind the lanes
+    paths: list[tuple[int, ...]]  # tokens from below the root to each lane's node
+    scores: Tensor | None = None  # [1, topk]
+    levels: list[Candidates] = field(default_factory=list)
+    node_parents: list[int] = field(default_factory=list)  # of computed nodes, as in ReqStep
+
+
+def _grow_bushes(
+    bushes: Sequence[_Bush], topk: int, sampler: Sampler, runner: StepRunner
+) -> dict[ReqKey, DraftTree]:
+    growing = list(bushes)
+    step = 0
+    while growing:
+        selection = _select(growing, step, topk, sampler)
+        step += 1
+        parent_lanes = selection.parent_lanes.tolist()
+        input_ids = selection.input_ids.tolist()
+        for b, bush in enumerate(growing):
+            _climb(bush, selection, b, parent_lanes[b], input_ids[b], topk)
+        growing = [bush for bush in growing if len(bush.levels) < bush.sprout.depth]
+        if growing:
+            _compute_lanes(growing, topk, runner)
+    return {
+        bush.sprout.req.key: build_trees(bush.levels, [bush.sprout.num_nodes], topk)[0]
+        for bush in bushes
+    }
+
+
+def _select(bushes: Sequence[_Bush], step: int, topk: int, sampler: Sampler) -> Selection:
+    num_lanes = 1 if step == 0 else topk
+    rows = [_logit_row(bush.sprout.req, path) for bush in bushes for path in bush.paths[:num_lanes]]
+    probs, token_ids = sampler.top_children(torch.cat([bush.logits for bush in bushes]), rows, topk)
+    scores = [bush.scores for bush in bushes if bush.scores is not None]
+    return select_top_k_tokens(step, probs, token_ids, torch.cat(scores) if scores else None, topk)
+
+
+def _climb(
+    bush: _Bush,
+    selection: Selection,
+    index: int,
+    parent_lanes: list[int],
+    input_ids: list[int],
+    topk: int,
+) -> None:
+    """Takes row `index` of a selection: the lanes step onto the level's best nodes."""
+    candidates, row = selection.candidates, slice(index, index + 1)
+    bush.levels.append(
+        Candidates(candidates.scores[row], candidates.token_ids[row], candidates.lane_gids[row])
+    )
+    bush.scores = selection.scores[row]
+    bush.paths = [
+        (*bush.paths[parent], token) for parent, token in zip(parent_lanes, input_ids, strict=True)
+    ]
+    # The nodes of the level before are the last `topk` computed ones; the root is none of them.
+    first_node = len(bush.node_parents) - topk
+    bush.node_parents += [first_node + p if first_node >= 0 else -1 for p in parent_lanes]
+
+
+def _compute_lanes(bushes: Sequence[_Bush], topk: int, runner: StepRunner) -> None:
     rows = [
         runner.make_row(
-            lane.req, Phase.DECODE, len(lane.req.ids) + len(lane.path) - 1, (lane.path[-1],)
+            bush.sprout.req,
+            Phase.DRAFT,
+            len(bush.sprout.req.ids),
+            tuple(path[-1] for path in bush.paths),
+            parents=tuple(bush.node_parents),
+            num_cached_nodes=len(bush.node_parents) - topk,
         )
-        for lane in lanes
+        for bush in bushes
     ]
-    for lane, logits in zip(lanes, runner.forward(rows), strict=True):
-        lane.req.guessed_ids = list(lane.path)
-        lane.logits = logits
+    for bush, logits in zip(bushes, runner.forward(rows), strict=True):
+        bush.logits = logits
+        if len(bush.levels) == 1:
+            # Node 0 stands directly behind the root, in slot and position, as in a chain.
+            bush.sprout.req.guessed_ids = [bush.paths[0][0]]
 
 
-def _with_logits(lanes: Sequence[Lane]) -> list[Lane]:
-    """Those whose logits are numbers: a draft that computed NaN guesses nothing further."""
-    return [lane for lane in lanes if bool(torch.isfinite(lane.logits.max()))]
+def _logit_row(req: DraftReq, path_ids: tuple[int, ...]) -> LogitRow:
+    return LogitRow(req.params, req.ids, (), path_ids)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.worker.config import CacheConfig, SpecConfig, WorkerConfig
-from paceline.worker.draft.growth import Lane, grow_chains, num_growth_slots
+from paceline.worker.draft.growth import Sprout, grow, num_growth_slots
 from paceline.worker.draft.reqs import DraftReq, DraftReqs, ReqKey
 from paceline.worker.draft.step_runner import DraftExecutor, StepRunner
 from paceline.worker.link.base import Commit, CommitRow, ProposalRow, Proposals
@@ -99,8 +99,8 @@ class Proposer:
                 continue
             needs_sync = self.apply(round_.target, round_.commit)
             answers.append((self._known_rows(round_, needs_sync), needs_sync))
-        lanes = self._catch_up([pair for known, _ in answers for pair in known])
-        trees = grow_chains(lanes, self._sampler, self._runner)
+        sprouts = self._catch_up([pair for known, _ in answers for pair in known])
+        trees = grow(sprouts, self._spec.topk, self._sampler, self._runner)
         draft_us = int((time.monotonic() - started_s) * 1e6)
         return [
             Proposals(
@@ -172,20 +172,20 @@ class Proposer:
                 known[row.req_id] = (row, req)
         return list(known.values())
 
-    def _catch_up(self, rows: Sequence[tuple[CommitRow, DraftReq]]) -> list[Lane]:
+    def _catch_up(self, rows: Sequence[tuple[CommitRow, DraftReq]]) -> list[Sprout]:
         """One forward over committed tokens without KV, the shortest gaps first.
 
-        Returns: a lane for each req that has caught up and may grow a tree.
+        Returns: the reqs that have caught up and may grow a tree.
         """
         wanted = [
-            (req, depth, row.num_draft_tokens - 1)
+            (req, depth, row.num_draft_tokens)
             for row, req in rows
             if (depth := self._depth(row, req)) > 0
         ]
-        wanted.sort(key=lambda lane: len(lane[0].ids) - lane[0].kv_len)
+        wanted.sort(key=lambda want: len(want[0].ids) - want[0].kv_len)
         budget = self._max_catch_up_tokens
         steps: list[ReqStep] = []
-        lanes: list[tuple[DraftReq, int, int]] = []
+        chosen: list[tuple[DraftReq, int, int]] = []
         kept: list[DraftReq] = []
         for req, depth, num_nodes in wanted:
             num_slots = len(req.ids) + num_growth_slots(self._spec, depth)
@@ -195,20 +195,20 @@ class Proposer:
             extend_len = min(len(req.ids) - req.prefix_len, budget)
             budget -= extend_len
             steps.append(self._catch_up_row(req, extend_len))
-            lanes.append((req, depth, num_nodes))
+            chosen.append((req, depth, num_nodes))
         if not steps:
             return []
-        caught_up: list[Lane] = []
+        sprouts: list[Sprout] = []
         for (req, depth, num_nodes), step, logits in zip(
-            lanes, steps, self._runner.forward(steps), strict=True
+            chosen, steps, self._runner.forward(steps), strict=True
         ):
             req.kv_len = step.prefix_len + len(step.input_ids)
             req.guessed_ids.clear()
             if len(step.input_ids) > 1:
                 self._reqs.share_prefix(req)
             if step.num_logits:
-                caught_up.append(Lane(req, depth, num_nodes, logits))
-        return caught_up
+                sprouts.append(Sprout(req, depth, num_nodes, logits))
+        return sprouts
 
     def _catch_up_row(self, req: DraftReq, extend_len: int) -> ReqStep:
         start = req.prefix_len
