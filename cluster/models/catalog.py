@@ -132,7 +132,10 @@ def get_model(
     report = progress or _silent
 
     def build(out: Path) -> None:
-        parts = {part: get_model(part, report, cache_dir=cache_dir) for part in model.needs}
+        parts = {
+            part: get_model(part, report, source=source, cache_dir=cache_dir)
+            for part in model.needs
+        }
         module, _, function = model.builder.partition(":")
         builder: Callable[[BuildOrder], None] = getattr(importlib.import_module(module), function)
         builder(BuildOrder(out, dtype, parts, source, report))
