@@ -61,7 +61,7 @@ class GenerationServicer(GenerationServiceServicer):
         self._core = core
 
     @answers_rpc
-    async def Generate(
+    async def Generate(  # noqa: N802 - the .proto's name
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         req_id = ""
@@ -80,7 +80,7 @@ class GenerationServicer(GenerationServiceServicer):
             await abort(context, error, req_id=req_id, num_tokens_sent=num_tokens_sent)
 
     @answers_rpc
-    async def Abort(
+    async def Abort(  # noqa: N802 - the .proto's name
         self, request: generation_pb2.AbortRequest, context: Context
     ) -> generation_pb2.AbortResponse:
         if not request.request_id:
@@ -88,7 +88,7 @@ class GenerationServicer(GenerationServiceServicer):
         return generation_pb2.AbortResponse(found=await self._core.abort(request.request_id))
 
     @answers_rpc
-    async def GetModelInfo(
+    async def GetModelInfo(  # noqa: N802 - the .proto's name
         self, request: generation_pb2.GetModelInfoRequest, context: Context
     ) -> generation_pb2.GetModelInfoResponse:
         model = self._core.model
@@ -104,13 +104,13 @@ class GenerationServicer(GenerationServiceServicer):
         )
 
     @answers_rpc
-    async def GetServerInfo(
+    async def GetServerInfo(  # noqa: N802 - the .proto's name
         self, request: generation_pb2.GetServerInfoRequest, context: Context
     ) -> generation_pb2.GetServerInfoResponse:
         return await server_info(self._core)
 
     @answers_rpc
-    async def Tokenize(
+    async def Tokenize(  # noqa: N802 - the .proto's name
         self, request: generation_pb2.TokenizeRequest, context: Context
     ) -> generation_pb2.TokenizeResponse:
         add_special_tokens = not request.HasField("add_special_tokens") or (
@@ -127,7 +127,7 @@ class GenerationServicer(GenerationServiceServicer):
         )
 
     @answers_rpc
-    async def Detokenize(
+    async def Detokenize(  # noqa: N802 - the .proto's name
         self, request: generation_pb2.DetokenizeRequest, context: Context
     ) -> generation_pb2.DetokenizeResponse:
         text = self._core.detokenize(
@@ -143,7 +143,7 @@ class AdminServicer(AdminServiceServicer):
         self._on_drain = on_drain
 
     @answers_rpc
-    async def Drain(
+    async def Drain(  # noqa: N802 - the .proto's name
         self, request: admin_pb2.DrainRequest, context: Context
     ) -> admin_pb2.DrainResponse:
         if not 0 <= request.timeout_s < float("inf"):
@@ -154,14 +154,14 @@ class AdminServicer(AdminServiceServicer):
         return admin_pb2.DrainResponse(num_aborted=await self._core.drain(request.timeout_s))
 
     @answers_rpc
-    async def Snapshot(
+    async def Snapshot(  # noqa: N802 - the .proto's name
         self, request: admin_pb2.SnapshotRequest, context: Context
     ) -> admin_pb2.SnapshotResponse:
         running, waiting = self._core.req_ids()
         return admin_pb2.SnapshotResponse(running_req_ids=running, waiting_req_ids=waiting)
 
     @answers_rpc
-    async def AttachDraft(
+    async def AttachDraft(  # noqa: N802 - the .proto's name
         self, request: admin_pb2.AttachDraftRequest, context: Context
     ) -> admin_pb2.AttachDraftResponse:
         raise Unsupported("a front has no draft; call AttachDraft on a target group's leader")
@@ -238,7 +238,7 @@ async def server_info(core: GenerationCore) -> generation_pb2.GetServerInfoRespo
     )
 
 
-def _refusal(error: PacelineError) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusal(error: PacelineError) -> "grpc.RpcMethodHandler[Any, Any]":
     async def refuse(request: Any, context: Context) -> NoReturn:
         await abort(context, error)
 

@@ -57,7 +57,7 @@ class FrontMetrics:
         )
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds",
-            "From the front's receipt of a request to its first token",
+            "From receipt of a request to its first token",
         )
         self.inter_token_latency = histogram(
             "inter_token_latency_seconds", "Between the steps of a stream", _TOKEN_SECONDS
