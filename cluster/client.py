@@ -13,10 +13,10 @@ from typing import Any, Self
 import grpc
 
 from paceline.cluster.front.channels import client_options
-from paceline.cluster.front.errors import from_rpc_error
+from paceline.cluster.front.errors import from_rpc_error, is_ours
 from paceline.protos.v1 import common_pb2, generation_pb2
 from paceline.protos.v1.generation_pb2_grpc import GenerationServiceStub
-from paceline.worker.errors import InternalError, InvalidRequest
+from paceline.worker.errors import InternalError, InvalidRequest, PacelineError, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class PacelineClient:
             self._channel = grpc.aio.secure_channel(address, credentials, client_options())
         else:
             self._channel = grpc.aio.insecure_channel(address, client_options())
+        self._address = address
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self.stub = GenerationServiceStub(self._channel)
 
@@ -104,7 +105,7 @@ class PacelineClient:
             async for response in call:
                 yield _piece(response)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise self._error(error) from None
         finally:
             call.cancel()
 
@@ -129,11 +130,20 @@ class PacelineClient:
     async def server_info(self) -> generation_pb2.GetServerInfoResponse:
         return await self._unary(self.stub.GetServerInfo, generation_pb2.GetServerInfoRequest())
 
+    def _error(self, error: grpc.aio.AioRpcError) -> PacelineError:
+        ours = from_rpc_error(error)
+        if isinstance(ours, Unavailable) and not is_ours(error):
+            return Unavailable(
+                f"no server answers at {self._address} ({ours}); start one with 'paceline serve' "
+                "or name another address"
+            )
+        return ours
+
     async def _unary(self, method: Any, request: Any) -> Any:  # Any: each RPC has its own types
         try:
             return await method(request, timeout=10.0, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise self._error(error) from None
 
 
 def _piece(response: generation_pb2.GenerateResponse) -> Piece:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -55,7 +55,7 @@ class FrontSettings:
     http_port: int = 8000  # 0 takes any free one
     max_model_len: int = 0  # 0 takes the model's own
     speculative_method: str = "none"
-    limits: FrontLimits = FrontLimits()
+    limits: FrontLimits = field(default_factory=FrontLimits)
     api_keys: Sequence[str] = ()
     admin_api_keys: Sequence[str] = ()
     tls: TlsFiles | None = None
@@ -125,8 +125,7 @@ class FrontServer:
             asyncio.create_task(self._http.serve(sockets=[sock]), name="front-http"),
             asyncio.create_task(self._watch_readiness(), name="front-readiness"),
         ]
-        while not self._http.started and not self._tasks[0].done():
-            await asyncio.sleep(0.005)
+        await self._http.has_started.wait()
         log.info("front listening host=%s grpc=%d http=%d", settings.host, grpc_port, http_port)
         return grpc_port, http_port
 
@@ -222,6 +221,14 @@ _CERT_REQUIRED = 2  # ssl.CERT_REQUIRED, as uvicorn takes it
 
 class _HttpServer(uvicorn.Server):
     """As a library: signals are the process's business, not the listener's."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.has_started = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.has_started.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
