@@ -8,7 +8,11 @@ import hashlib
 import random
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from paceline.cluster.group.step_loop import NewReq, ReqEvent, StepLoop
+from paceline.worker.clock import Clock, FakeClock
+from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig
 from paceline.worker.spec.drafter import DraftContext, Drafter
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import (
@@ -16,6 +20,7 @@ from paceline.worker.step import (
     ReqId,
     ReqStep,
     RowResult,
+    SamplingParams,
     SamplingRow,
     StepPlan,
     StepReply,
@@ -65,6 +70,10 @@ class ToyExecutor:
     def heartbeat(self) -> None:
         self.num_heartbeats += 1
 
+    def overwrite(self, *, req_pool_index: int, position: int, token_id: int) -> None:
+        """What a stray write to another req's slot would do."""
+        self._slots[self._req_to_token[req_pool_index][position]] = token_id
+
     def execute(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> StepReply:
         if self._on_step is not None:
             self._on_step(plan)
@@ -113,7 +122,7 @@ class ToyExecutor:
             ids = prefix + list(row.input_ids)
             assert ids == known
             return RowResult((next_token(ids),), 0)
-        assert prefix + [row.input_ids[0]] == known
+        assert [*prefix, row.input_ids[0]] == known
         return self._verify(row, slots, prefix)
 
     def _verify(self, row: ReqStep, slots: list[int], prefix: list[int]) -> RowResult:
@@ -172,3 +181,98 @@ class ToyDrafter(Drafter):
             token_ids.append(token)
             parents.append(parent)
         return DraftTree(tuple(token_ids), tuple(parents))
+
+
+class ToyGroup:
+    """A step loop over a toy executor, and what its reqs were told."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 4,
+        num_pages: int = 64,
+        max_num_seqs: int = 4,
+        max_num_batched_tokens: int = 64,
+        chunked_prefill_size: int = 8,
+        max_model_len: int = 96,
+        topk: int = 1,
+        num_draft_tokens: int = 5,
+        drafter: Drafter | None = None,
+        enable_prefix_caching: bool = True,
+        clock: Clock | None = None,
+        on_step: Callable[[StepPlan], None] | None = None,
+        **options: Any,  # of StepLoop
+    ) -> None:
+        self.clock = clock or FakeClock()
+        self.executor = ToyExecutor(
+            num_pages, page_size, max_num_seqs, max_model_len, on_step=on_step
+        )
+        self.loop = StepLoop(
+            self.executor,
+            drafter,
+            cache=CacheConfig(page_size=page_size, enable_prefix_caching=enable_prefix_caching),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                chunked_prefill_size=chunked_prefill_size,
+            ),
+            spec=SpecConfig(
+                method="none" if drafter is None else "ngram",
+                topk=topk,
+                num_draft_tokens=num_draft_tokens,
+            ),
+            max_model_len=max_model_len,
+            eos_token_ids=(EOS,),
+            clock=self.clock,
+            vocab_size=VOCAB_SIZE,
+            check_invariants=True,
+            **options,
+        )
+        self.events: dict[str, list[ReqEvent]] = {}
+
+    def submit(
+        self,
+        req_id: str,
+        prompt_ids: Sequence[int],
+        max_tokens: int = 16,
+        *,
+        output_ids: Sequence[int] = (),
+        priority: int = 0,
+        deadline_unix_s: float | None = None,
+        **params: Any,  # of SamplingParams
+    ) -> None:
+        params = {"seed": 7, "temperature": 0.0, **params}
+        req = NewReq(
+            ReqId(req_id),
+            list(prompt_ids),
+            list(output_ids),
+            SamplingParams(max_tokens=max_tokens, **params),
+            priority,
+            deadline_unix_s,
+        )
+        events: list[ReqEvent] = []
+        self.loop.submit(req, events.append)
+        self.events[req_id] = events
+
+    def run_until_idle(self) -> int:
+        """Steps until no req is left; returns how many."""
+        for num_steps in range(100_000):
+            if not self.loop.step_once():
+                assert self.loop.is_idle, "the loop stands still with reqs left"
+                return num_steps
+        raise AssertionError("the loop does not come to an end")
+
+    def output(self, req_id: str) -> list[int]:
+        return [token for event in self.events[req_id] for token in event.new_ids]
+
+    def last(self, req_id: str) -> ReqEvent:
+        """The one event that ended the req."""
+        *earlier, last = self.events[req_id]
+        assert last.is_last
+        assert not any(event.is_last for event in earlier)
+        return last
+
+    def assert_all_pages_returned(self) -> None:
+        snapshot = self.loop.snapshot()
+        assert snapshot.num_orphaned_pages == 0
+        assert snapshot.num_free_pages + snapshot.num_cached_pages == snapshot.num_pages
