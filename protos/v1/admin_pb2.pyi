@@ -87,18 +87,27 @@ class SnapshotResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     DRAFT_ATTACHED_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
+    """Pages of the KV pool."""
     num_free_pages: _builtins.int
+    """Pages that nobody holds."""
     num_cached_pages: _builtins.int
     """Pages that only the prefix cache holds."""
     num_orphaned_pages: _builtins.int
     """Pages owned by nobody; anything but 0 is a defect."""
     step_id: _builtins.int
+    """Steps since start."""
     epoch: _builtins.int
+    """Of the speculation pairing; 0 without one."""
     draft_attached: _builtins.bool
+    """Whether a draft is paired and answers."""
     @_builtins.property
-    def running_req_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def running_req_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Requests with pages."""
+
     @_builtins.property
-    def waiting_req_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def waiting_req_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Requests the group took and has not begun."""
+
     def __init__(
         self,
         *,
@@ -130,7 +139,9 @@ class AttachDraftRequest(_message.Message):
     address: _builtins.str
     """host:port of the draft leader; empty detaches."""
     draft_group_id: _builtins.str
+    """The group that the address belongs to."""
     epoch: _builtins.int
+    """Of the new pairing; messages of an older one are dropped."""
     def __init__(
         self,
         *,

@@ -30,7 +30,9 @@ class SubmitRequest(_message.Message):
     DEADLINE_UNIX_S_FIELD_NUMBER: _builtins.int
     PREFIX_HASH_FIELD_NUMBER: _builtins.int
     req_id: _builtins.str
+    """The request's id."""
     num_prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
     max_tokens: _builtins.int
     """Tokens it may generate at most."""
     priority: _builtins.int
@@ -67,6 +69,7 @@ class SubmitResponse(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
+    """The group that has room for it."""
     address: _builtins.str
     """host:port of the leader's gRPC listener."""
     queue_s: _builtins.float
@@ -92,6 +95,7 @@ class ReleaseRequest(_message.Message):
 
     REQ_ID_FIELD_NUMBER: _builtins.int
     req_id: _builtins.str
+    """The request's id."""
     def __init__(
         self,
         *,
@@ -138,20 +142,27 @@ class ReportRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     REQ_IDS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
+    """The reporting group."""
     address: _builtins.str
     """host:port of the leader's gRPC listener."""
     page_size: _builtins.int
+    """Tokens of a page."""
     num_pages: _builtins.int
+    """Pages of the KV pool."""
     num_free_pages: _builtins.int
     """Free now, evictable prefix pages counted as free."""
     num_running_reqs: _builtins.int
+    """Requests with pages."""
     num_waiting_reqs: _builtins.int
+    """Requests taken and not begun."""
     max_num_reqs: _builtins.int
+    """Requests it runs at once at most."""
     num_pending_prefill_tokens: _builtins.int
     """Prompt tokens accepted but not yet computed."""
     step_id: _builtins.int
     """Steps since start; grows while there is work."""
     draining: _builtins.bool
+    """True: takes no new request."""
     epoch: _builtins.int
     """Of the speculation pairing; 0 without one."""
     @_builtins.property
@@ -189,6 +200,7 @@ class ReportResponse(_message.Message):
 
     DRAIN_FIELD_NUMBER: _builtins.int
     drain: _builtins.bool
+    """True: take no new request."""
     def __init__(
         self,
         *,
@@ -227,15 +239,21 @@ class GetStatusResponse(_message.Message):
     FRONT_GRPC_ADDRESSES_FIELD_NUMBER: _builtins.int
     FRONT_HTTP_ADDRESSES_FIELD_NUMBER: _builtins.int
     uptime_s: _builtins.float
+    """Seconds since the controller started."""
     num_queued_reqs: _builtins.int
+    """Requests that wait for a group."""
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.GroupInfo]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.GroupInfo]:
+        """Every group of the deployment."""
+
     @_builtins.property
     def front_grpc_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port of each front's gRPC listener."""
 
     @_builtins.property
-    def front_http_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def front_http_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of each front's HTTP listener."""
+
     def __init__(
         self,
         *,

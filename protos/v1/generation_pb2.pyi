@@ -54,6 +54,7 @@ class ChatMessage(_message.Message):
     role: _builtins.str
     """"system", "user", "assistant" or "tool"."""
     content: _builtins.str
+    """What was said."""
     def __init__(
         self,
         *,
@@ -77,7 +78,9 @@ class ChatInput(_message.Message):
     add_generation_prompt: _builtins.bool
     """Ends the prompt with the assistant's header. Default true."""
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """The conversation so far, oldest first."""
+
     def __init__(
         self,
         *,
@@ -109,6 +112,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Unique per request; chosen by the server when empty. A repeat of a running id is ALREADY_EXISTS."""
     text: _builtins.str
+    """A prompt of text, without a chat template."""
     stream: _builtins.bool
     """True: chunks as they come, then complete. False or absent: complete only."""
     priority: _builtins.int
@@ -116,11 +120,17 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """Must equal a served model name when set."""
     @_builtins.property
-    def tokenized(self) -> Global___TokenizedInput: ...
+    def tokenized(self) -> Global___TokenizedInput:
+        """A prompt of token ids."""
+
     @_builtins.property
-    def chat(self) -> Global___ChatInput: ...
+    def chat(self) -> Global___ChatInput:
+        """A conversation, put into the model's chat template."""
+
     @_builtins.property
-    def sampling_params(self) -> _common_pb2.SamplingParams: ...
+    def sampling_params(self) -> _common_pb2.SamplingParams:
+        """How tokens are chosen; absent means all defaults."""
+
     def __init__(
         self,
         *,
@@ -191,6 +201,7 @@ class GenerateComplete(_message.Message):
     text: _builtins.str
     """The whole text."""
     finish_reason: _common_pb2.FinishReason.ValueType
+    """Why it ended."""
     matched_token_id: _builtins.int
     """The stop token that ended it."""
     matched_stop_str: _builtins.str
@@ -200,7 +211,9 @@ class GenerateComplete(_message.Message):
         """All token ids generated."""
 
     @_builtins.property
-    def receipt(self) -> _common_pb2.Receipt: ...
+    def receipt(self) -> _common_pb2.Receipt:
+        """What it cost and gained."""
+
     def __init__(
         self,
         *,
@@ -229,10 +242,15 @@ class GenerateResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """The request's id, also when the server chose it."""
     @_builtins.property
-    def chunk(self) -> Global___GenerateChunk: ...
+    def chunk(self) -> Global___GenerateChunk:
+        """A part of the output."""
+
     @_builtins.property
-    def complete(self) -> Global___GenerateComplete: ...
+    def complete(self) -> Global___GenerateComplete:
+        """The whole output; the last message."""
+
     def __init__(
         self,
         *,
@@ -256,6 +274,7 @@ class AbortRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """The request's id."""
     def __init__(
         self,
         *,
@@ -317,17 +336,25 @@ class GetModelInfoResponse(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     model_path: _builtins.str
+    """Directory of the checkpoint on the server."""
     architecture: _builtins.str
+    """As config.json names it."""
     max_model_len: _builtins.int
     """Tokens of prompt and output together."""
     vocab_size: _builtins.int
+    """Token ids are below this."""
     dtype: _builtins.str
     """"float32", "bfloat16" or "float16"."""
     has_chat_template: _builtins.bool
+    """Whether chats can be sent."""
     @_builtins.property
-    def served_model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def served_model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names that requests may give."""
+
     @_builtins.property
-    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that end an output."""
+
     def __init__(
         self,
         *,
@@ -379,20 +406,27 @@ class GroupInfo(_message.Message):
     DRAFT_GROUP_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
+    """The group's id."""
     role: _builtins.str
     """"target" or "draft"."""
     state: _builtins.str
     """"starting", "ready", "draining" or "dead"."""
     tp_size: _builtins.int
+    """Ranks that serve one copy of the model."""
     address: _builtins.str
     """host:port of the leader's gRPC listener."""
     num_pages: _builtins.int
+    """Pages of the KV pool."""
     num_free_pages: _builtins.int
+    """Pages that nobody holds, or only the prefix cache."""
     num_running_reqs: _builtins.int
+    """Requests with pages."""
     num_waiting_reqs: _builtins.int
+    """Requests taken and not begun."""
     draft_group_id: _builtins.str
     """Draft group it is paired with, if any."""
     epoch: _builtins.int
+    """Of the speculation pairing; 0 without one."""
     def __init__(
         self,
         *,
@@ -427,6 +461,7 @@ class GetServerInfoResponse(_message.Message):
     SPECULATIVE_METHOD_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
+    """Of Paceline."""
     uptime_s: _builtins.float
     """Seconds since the controller started."""
     num_queued_reqs: _builtins.int
@@ -436,7 +471,9 @@ class GetServerInfoResponse(_message.Message):
     max_message_bytes: _builtins.int
     """Bytes of one message at most, both ways."""
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupInfo]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupInfo]:
+        """Every group of the deployment."""
+
     def __init__(
         self,
         *,
@@ -463,10 +500,13 @@ class TokenizeRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    """A text."""
     add_special_tokens: _builtins.bool
     """Adds the tokens that the tokenizer puts around a text. Default true."""
     @_builtins.property
-    def chat(self) -> Global___ChatInput: ...
+    def chat(self) -> Global___ChatInput:
+        """A conversation, put into the model's chat template."""
+
     def __init__(
         self,
         *,
@@ -496,8 +536,11 @@ class TokenizeResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
+    """Tokens of prompt and output together, at most."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ids, in order."""
+
     def __init__(
         self,
         *,
@@ -521,7 +564,9 @@ class DetokenizeRequest(_message.Message):
     skip_special_tokens: _builtins.bool
     """Default false."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids, each below the vocabulary size."""
+
     def __init__(
         self,
         *,
@@ -544,6 +589,7 @@ class DetokenizeResponse(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    """Their text."""
     def __init__(
         self,
         *,

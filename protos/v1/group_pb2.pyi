@@ -30,11 +30,15 @@ class RunRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_S_FIELD_NUMBER: _builtins.int
     req_id: _builtins.str
+    """The request's id."""
     priority: _builtins.int
+    """Higher runs first."""
     deadline_unix_s: _builtins.float
     """Absolute, seconds since the Unix epoch; absent means none."""
     @_builtins.property
-    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids of the prompt."""
+
     @_builtins.property
     def output_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens already generated elsewhere; the group goes on after them."""
@@ -107,6 +111,7 @@ class AbortReqRequest(_message.Message):
 
     REQ_ID_FIELD_NUMBER: _builtins.int
     req_id: _builtins.str
+    """The request's id."""
     def __init__(
         self,
         *,
@@ -126,6 +131,7 @@ class AbortReqResponse(_message.Message):
 
     FOUND_FIELD_NUMBER: _builtins.int
     found: _builtins.bool
+    """Whether a live request had this id."""
     def __init__(
         self,
         *,

@@ -38,18 +38,23 @@ class Attach(_message.Message):
     version: _builtins.int
     """Protocol version; 1."""
     target_group_id: _builtins.str
+    """The group that asks for drafts."""
     vocab_hash: _builtins.bytes
     """SHA-256 over the id-ordered vocabulary; must equal the draft's."""
     vocab_size: _builtins.int
+    """Token ids are below this."""
     max_num_reqs: _builtins.int
     """Reqs in one round at most."""
     max_model_len: _builtins.int
     """Tokens of a request at most."""
     num_steps: _builtins.int
-    """Depth, branches per depth, and nodes with the root, of the trees wanted."""
+    """Depth of the trees wanted."""
     topk: _builtins.int
+    """Branches kept per depth."""
     num_draft_tokens: _builtins.int
+    """Nodes of a tree, the root counted."""
     epoch: _builtins.int
+    """Of this pairing; raised whenever the stream begins anew."""
     def __init__(
         self,
         *,
@@ -82,8 +87,11 @@ class Attached(_message.Message):
     DRAFT_GROUP_ID_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    """That of the Attach."""
     draft_group_id: _builtins.str
+    """The group that drafts."""
     max_model_len: _builtins.int
+    """Tokens of a request the draft can hold at most."""
     def __init__(
         self,
         *,
@@ -113,12 +121,17 @@ class SyncRow(_message.Message):
     TOP_P_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     req_id: _builtins.str
+    """The request's id."""
     seed: _builtins.int
     """The resolved seed and the parameters that a draft can reproduce."""
     temperature: _builtins.float
+    """>= 0; 0 is greedy."""
     top_k: _builtins.int
+    """Tokens kept; 0 keeps all."""
     top_p: _builtins.float
+    """In (0, 1]."""
     min_p: _builtins.float
+    """In [0, 1]."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and committed output, from position 0."""
@@ -155,6 +168,7 @@ class CommitRow(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     req_id: _builtins.str
+    """The request's id."""
     base_len: _builtins.int
     """Tokens before token_ids; the draft drops the row and asks for a sync when it holds fewer."""
     accept_length: _builtins.int
@@ -162,7 +176,9 @@ class CommitRow(_message.Message):
     num_draft_tokens: _builtins.int
     """Nodes wanted in the next tree with the root; 0 means commit only."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens made final since, in order."""
+
     @_builtins.property
     def hidden_states(self) -> _common_pb2.TensorPayload:
         """EAGLE only: features of the accepted nodes, [accept_length + 1, width]."""
@@ -194,9 +210,13 @@ class Commit(_message.Message):
     SYNCS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    """Of the pairing."""
     round: _builtins.int
+    """Grows by one with every Commit."""
     @_builtins.property
-    def syncs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SyncRow]: ...
+    def syncs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SyncRow]:
+        """Requests the draft must begin with, or begin again."""
+
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitRow]:
         """After the syncs; a synced request has a row here too when it wants a tree."""
@@ -223,7 +243,9 @@ class CloseReqs(_message.Message):
 
     REQ_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def req_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def req_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Requests that have ended; the draft frees what it holds of them."""
+
     def __init__(
         self,
         *,
@@ -245,11 +267,17 @@ class SpeculateRequest(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def attach(self) -> Global___Attach: ...
+    def attach(self) -> Global___Attach:
+        """First message."""
+
     @_builtins.property
-    def commit(self) -> Global___Commit: ...
+    def commit(self) -> Global___Commit:
+        """One per round."""
+
     @_builtins.property
-    def close(self) -> Global___CloseReqs: ...
+    def close(self) -> Global___CloseReqs:
+        """Any time."""
+
     def __init__(
         self,
         *,
@@ -278,6 +306,7 @@ class ProposalRow(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
     req_id: _builtins.str
+    """The request's id."""
     commit_len: _builtins.int
     """Committed tokens it was made for, the root's included; stale when it differs from the target's."""
     @_builtins.property
@@ -314,11 +343,15 @@ class Proposals(_message.Message):
     NEEDS_SYNC_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    """Of the pairing."""
     round: _builtins.int
+    """That of the Commit answered."""
     draft_us: _builtins.int
     """Microseconds the draft worked on this round."""
     @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposalRow]: ...
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposalRow]:
+        """A tree for each request that wanted one and that the draft could serve."""
+
     @_builtins.property
     def needs_sync(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Requests that must be synced before the draft can go on with them."""
@@ -347,9 +380,13 @@ class SpeculateResponse(_message.Message):
     ATTACHED_FIELD_NUMBER: _builtins.int
     PROPOSALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def attached(self) -> Global___Attached: ...
+    def attached(self) -> Global___Attached:
+        """First message."""
+
     @_builtins.property
-    def proposals(self) -> Global___Proposals: ...
+    def proposals(self) -> Global___Proposals:
+        """One per Commit."""
+
     def __init__(
         self,
         *,
