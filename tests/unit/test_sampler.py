@@ -1,0 +1,183 @@
+"""Tokens from rows of logits: what they depend on, and what they do not."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.kernels.registry import load_kernels
+from paceline.worker.errors import InternalError
+from paceline.worker.sampler import LogitRow, Sampler
+from paceline.worker.step import SamplingParams
+
+KERNELS = load_kernels("reference", "cpu")
+VOCAB = 300
+
+
+def row(position: int = 5, **kw: Any) -> LogitRow:
+    params = SamplingParams(**({"seed": 7, "max_tokens": 9} | kw))
+    return LogitRow(params, list(range(position)), [])
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    return Sampler(KERNELS, VOCAB, eos_token_ids=(2,))
+
+
+def test_greedy_rows_are_argmax_with_ties_to_the_lowest_id(sampler: Sampler) -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[0, 40] = logits[0, 41] = 2.0
+    logits[1, 9] = 1.0
+    chosen = sampler.choose(logits, [row(temperature=0.0)] * 3)
+    assert chosen.tolist() == [40, 9, 0]
+    assert chosen.dtype == torch.int64
+
+
+def test_a_row_chooses_the_same_token_alone_and_in_any_batch(
+    sampler: Sampler, logits: torch.Tensor
+) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 20, "top_p": 0.9},
+        {"temperature": 0.0, "logit_bias": ((3, 50.0),)},
+        {"min_p": 0.1, "temperature": 1.5},
+        {"seed": 2**64 - 1},
+    ]
+    rows = [row(10 + i, **kw) for i, kw in enumerate(kinds)]
+    together = sampler.choose(logits, rows).tolist()
+    assert together[3] == 3
+    order = [4, 2, 0, 5, 3, 1]
+    shuffled = sampler.choose(logits[order], [rows[i] for i in order]).tolist()
+    assert shuffled == [together[i] for i in order]
+    alone = [int(sampler.choose(logits[i : i + 1], [rows[i]])) for i in range(len(rows))]
+    assert alone == together
+
+
+def test_the_draw_depends_on_seed_and_position_and_nothing_else(
+    sampler: Sampler, logits: torch.Tensor
+) -> None:
+    same = 0.3 * logits[:1].expand(6, VOCAB)
+    split = LogitRow(row().params, [1, 2], [3], (4, 5))
+    whole = LogitRow(row().params, [9, 9, 9, 9, 9], [])
+    chosen = sampler.choose(same[:2], [split, whole]).tolist()
+    assert chosen[0] == chosen[1]
+    by_position = [int(sampler.choose(same[:1], [row(i)])) for i in range(30)]
+    by_seed = [int(sampler.choose(same[:1], [row(seed=i)])) for i in range(30)]
+    assert len(set(by_position)) > 20
+    assert len(set(by_seed)) > 20
+
+
+def test_the_logits_given_are_not_changed(sampler: Sampler, logits: torch.Tensor) -> None:
+    before = logits.clone()
+    rows = [row(repetition_penalty=1.3, top_k=5, logit_bias=((1, 4.0),), min_tokens=3)] * 6
+    sampler.choose(logits, rows)
+    assert torch.equal(logits, before)
+
+
+def test_columns_behind_the_vocabulary_are_never_chosen(sampler: Sampler) -> None:
+    logits = torch.zeros(2, VOCAB + 20)
+    logits[:, VOCAB:] = 100.0
+    chosen = sampler.choose(logits, [row(temperature=0.0), row()])
+    assert (chosen < VOCAB).all()
+
+
+def test_greedy_rows_obey_bias_penalties_and_min_tokens(sampler: Sampler) -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 2], logits[:, 4], logits[:, 8] = 3.0, 2.0, 1.0
+    rows = [
+        row(temperature=0.0, min_tokens=1),
+        row(temperature=0.0, logit_bias=((8, 5.0),)),
+        LogitRow(
+            SamplingParams(seed=1, max_tokens=9, temperature=0.0, frequency_penalty=1.0),
+            [],
+            [2, 2, 2, 4],
+        ),
+    ]
+    assert sampler.choose(logits, rows).tolist() == [4, 8, 4]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_nan_is_never_chosen(sampler: Sampler, logits: torch.Tensor, temperature: float) -> None:
+    holed = logits.clone()
+    holed[:, ::2] = float("nan")
+    chosen = sampler.choose(holed, [row(i, temperature=temperature) for i in range(6)])
+    assert (chosen % 2 == 1).all()
+    filled = holed.nan_to_num(nan=-torch.inf)
+    same = sampler.choose(filled, [row(i, temperature=temperature) for i in range(6)])
+    assert torch.equal(chosen, same)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
+def test_a_row_without_a_finite_maximum_is_an_internal_error(
+    sampler: Sampler, logits: torch.Tensor, value: float
+) -> None:
+    logits[4] = value
+    with pytest.raises(InternalError, match="row 4"):
+        sampler.choose(logits, [row()] * 6)
+
+
+def test_rows_and_logits_of_different_number_are_an_internal_error(
+    sampler: Sampler, logits: torch.Tensor
+) -> None:
+    with pytest.raises(InternalError, match="6 rows of logits for 5 reqs"):
+        sampler.choose(logits, [row()] * 5)
+
+
+def test_no_rows_choose_nothing(sampler: Sampler) -> None:
+    assert sampler.choose(torch.empty(0, VOCAB), []).tolist() == []
+
+
+def test_stats_tell_the_share_of_the_noise(sampler: Sampler, logits: torch.Tensor) -> None:
+    sampler.choose(logits, [row(temperature=0.0)] * 6)
+    assert (sampler.stats.num_rows, sampler.stats.num_noisy_rows) == (6, 0)
+    assert sampler.stats.noise_s == 0.0
+    sampler.choose(logits[:2], [row(), row(temperature=0.0)])
+    assert (sampler.stats.num_rows, sampler.stats.num_noisy_rows) == (8, 1)
+    assert 0.0 < sampler.stats.noise_s < sampler.stats.choose_s
+
+
+# ---- children of a draft's nodes
+
+
+def test_a_drafts_first_child_is_the_token_the_target_would_choose(
+    sampler: Sampler, logits: torch.Tensor
+) -> None:
+    rows = [row(i, temperature=t, top_k=k) for i, t in enumerate((0.0, 0.8)) for k in (0, 7, 50)]
+    probs, ids = sampler.top_children(logits, rows, 4)
+    assert ids[:, 0].tolist() == sampler.choose(logits, rows).tolist()
+    assert (probs[:, :-1] >= probs[:, 1:]).all()
+    assert ((probs > 0) & (probs <= 1)).all()
+    assert all(len(set(children)) == 4 for children in ids.tolist())
+
+
+def test_greedy_children_have_softmax_probabilities(sampler: Sampler, logits: torch.Tensor) -> None:
+    probs, ids = sampler.top_children(logits, [row(temperature=0.0)] * 6, 3)
+    expected = logits.softmax(-1).topk(3)
+    assert torch.equal(ids, expected.indices)
+    torch.testing.assert_close(probs, expected.values)
+
+
+def test_siblings_meet_one_row_of_noise(sampler: Sampler, logits: torch.Tensor) -> None:
+    """Nodes of equal depth stand at one position: equal logits have equal children."""
+    same = logits[:1].expand(2, VOCAB)
+    params = row().params
+    lanes = [LogitRow(params, [1, 2], [3], (4,)), LogitRow(params, [1, 2], [3], (5,))]
+    probs, ids = sampler.top_children(same, lanes, 4)
+    assert torch.equal(ids[0], ids[1])
+    assert torch.equal(probs[0], probs[1])
+
+
+def test_children_that_there_are_not_are_marked(sampler: Sampler, logits: torch.Tensor) -> None:
+    broken = torch.full((VOCAB,), float("nan"))
+    logits = torch.stack([logits[0], logits[1], broken, broken])
+    rows = [row(top_k=2), row(min_p=1.0), row(), row(temperature=0.0)]
+    probs, ids = sampler.top_children(logits, rows, 4)
+    assert (probs > 0).sum(1).tolist() == [2, 1, 0, 0]
+    assert (probs[probs <= 0] == -torch.inf).all()
+    assert (ids[probs <= 0] == 0).all()
