@@ -62,13 +62,14 @@ def build_batch(plan: StepPlan, req_to_token: ReqToToken, kernels: KernelSet) ->
     trees = [_tree(row.parents, row.num_cached_nodes) if row.parents else None for row in rows]
     input_ids: list[int] = []
     positions: list[IntArray] = []
-    slots: list[IntArray] = []
+    slots: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
     for row, tree in zip(rows, trees, strict=True):
         req_to_token.write_pages(row)
         num_tokens = len(row.input_ids)
         start = row.prefix_len + row.num_cached_nodes
         stop = start + num_tokens
-        assert num_tokens and start >= 0 and stop <= req_to_token.width, (start, stop)
+        assert num_tokens > 0, "a row computes at least one token"
+        assert stop <= req_to_token.width, (stop, req_to_token.width)
         assert row.parents is None or len(row.parents) == row.num_cached_nodes + num_tokens
         input_ids.extend(row.input_ids)
         slots.append(req_to_token.host[row.req_pool_index, start:stop])
@@ -219,4 +220,4 @@ class _Upload:
         joined = torch.from_numpy(np.concatenate(self._arrays)).to(self._dtype)
         if self._device.type != "cpu":
             joined = joined.pin_memory().to(self._device, non_blocking=True)
-        return list(joined.split([len(array) for array in self._arrays]))
+        return list(torch.split(joined, [len(array) for array in self._arrays]))

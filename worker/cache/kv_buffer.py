@@ -39,7 +39,7 @@ class KvShape:
 
 
 class KvBuffer:
-    """`k[layer]` and `v[layer]`: [slots, num_kv_heads, head_dim], slots = (num_pages + 1) * page_size."""
+    """`k[layer]` and `v[layer]`: [(num_pages + 1) * page_size, num_kv_heads, head_dim]."""
 
     def __init__(self, shape: KvShape, num_pages: int, page_size: int, device: str) -> None:
         self.num_pages = num_pages
@@ -81,8 +81,8 @@ def choose_num_pages(config: WorkerConfig, shape: KvShape, collective: Collectiv
         raise ConfigError(
             f"the KV pool holds {num_pages} pages of {page_size} tokens (from {source}), but one "
             f"request of {max_model_len} tokens needs {pages_per_req} "
-            f"({pages_per_req * page_size * shape.token_bytes / 2**20:.0f} MiB on this rank); lower "
-            "max_model_len, raise cache.num_pages or cache.max_bytes, or free memory"
+            f"({pages_per_req * page_size * shape.token_bytes / 2**20:.0f} MiB on this rank); "
+            "lower max_model_len, raise cache.num_pages or cache.max_bytes, or free memory"
         )
     log.info(
         "sized KV pool pages=%d page_size=%d tokens=%d mib=%.0f from=%s",
@@ -109,7 +109,7 @@ def _budget(config: WorkerConfig) -> tuple[int, str]:
 
 
 def free_cpu_bytes(cgroup: Path = _CGROUP) -> int:
-    """What this process may still take: of the machine, and of its control group if that is less."""
+    """What this process may still take of the machine, or of its control group if less."""
     free_bytes = int(psutil.virtual_memory().available)
     for limit_name, used_name in (
         ("memory.max", "memory.current"),

@@ -50,7 +50,7 @@ class ReqToToken:
         start = row.page_start * self.page_size
         stop = start + len(row.pages) * self.page_size
         assert 0 <= row.req_pool_index < self.num_rows, row.req_pool_index
-        assert 0 <= start and stop <= self.width, (start, stop, self.width)
+        assert stop <= self.width, (stop, self.width)
         slots = self.host[row.req_pool_index, start:stop]
         pages = np.array(row.pages, dtype=np.int32)
         np.add(pages[:, None] * self.page_size, self._offsets, out=slots.reshape(len(pages), -1))

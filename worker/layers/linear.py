@@ -33,7 +33,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._is_packed:
-            return _packed_linear(x, self._weight, self._bias, "none", [], "")
+            y: Tensor = _packed_linear(x, self._weight, self._bias, "none", [], "")
+            return y
         return functional.linear(x, self._weight, self._bias)
 
 
@@ -107,7 +108,7 @@ def load_row(
 
 
 def _can_pack(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

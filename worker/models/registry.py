@@ -161,7 +161,7 @@ def _max_model_len(path: Path, config: Json, wanted: int) -> int:
 
 
 def _rope(path: Path, config: Json) -> tuple[float, tuple[tuple[str, float | str], ...]]:
-    """(theta, scaling) from `rope_parameters` of newer configs, or `rope_theta` and `rope_scaling`."""
+    """(theta, scaling), spelled `rope_parameters` or `rope_theta` and `rope_scaling`."""
     newer: Mapping[str, Any] = config.get("rope_parameters") or {}
     scaling: Mapping[str, Any] = config.get("rope_scaling") or newer
     theta = float(newer.get("rope_theta") or config.get("rope_theta") or 10000.0)
@@ -207,7 +207,7 @@ def _dtype(path: Path, config: Json, wanted: str, weights: Path) -> str:
 
 def _skip_layers(path: Path, wanted: Sequence[int], num_layers: int) -> tuple[int, ...]:
     layers = tuple(sorted(set(wanted)))
-    if layers and not (0 <= layers[0] and layers[-1] < num_layers):
+    if layers and (layers[0] < 0 or layers[-1] >= num_layers):
         raise ConfigError(
             f"skip_layers is {list(layers)}, but '{path}' has layers 0 to {num_layers - 1}"
         )

@@ -7,14 +7,16 @@ host name and its DNS do not matter; with a loopback rendezvous no network is ne
 import logging
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline.worker.config import ParallelConfig
 from paceline.worker.errors import ConfigError, Unavailable
 from paceline.worker.parallel.collective import Collective
 from paceline.worker.parallel.local import LocalCollective
-from paceline.worker.parallel.torch_collective import TorchCollective
+from paceline.worker.parallel.torch_collective import Backend, TorchCollective, describe
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ def connect(
     where = f"tp_rank {config.tp_rank} of {config.tp_size}"
     timeout = timedelta(seconds=config.timeout_s)
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             host,
             port,
             config.tp_size,
@@ -64,13 +66,12 @@ def connect(
             master_listen_fd=listener.detach() if listener and config.tp_rank == 0 else None,
         )
         # A prefix keeps the group's keys apart from the store's own.
-        prefixed = dist.PrefixStore("paceline", store)
+        prefixed = PrefixStore("paceline", store)
         group = _make_group(config, prefixed, _own_address(host, port, config.tp_rank), timeout)
     except (RuntimeError, OSError) as error:
-        reason = str(error).split("\n", 1)[0]
         raise Unavailable(
             f"{where}: rendezvous at {config.rendezvous} failed or outlasted "
-            f"{config.timeout_s:g} s: {reason}; are all {config.tp_size} ranks running, and can "
+            f"{config.timeout_s:g} s: {describe(error)}; are all {config.tp_size} ranks running, and can "
             "they reach that address?"
         ) from error
     log.info(
@@ -81,18 +82,20 @@ def connect(
 
 
 def _make_group(
-    config: ParallelConfig, store: dist.Store, address: str, timeout: timedelta
-) -> dist.ProcessGroup:
+    config: ParallelConfig, store: Store, address: str, timeout: timedelta
+) -> Backend:
     if config.backend == "nccl":
         if not dist.is_nccl_available():
             raise ConfigError("backend is 'nccl', but this torch has none; use 'gloo'")
-        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl: Any = dist.ProcessGroupNCCL  # Any: a torch without CUDA has none
+        nccl_options = nccl.Options()
         nccl_options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, config.tp_rank, config.tp_size, nccl_options)
-    gloo_options = dist.ProcessGroupGloo._Options()
-    gloo_options._timeout = timeout
-    gloo_options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(store, config.tp_rank, config.tp_size, gloo_options)
+        return nccl(store, config.tp_rank, config.tp_size, nccl_options)
+    gloo: Any = dist.ProcessGroupGloo  # Any: torch's stubs lack this constructor
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(store, config.tp_rank, config.tp_size, options)
 
 
 def _own_address(host: str, port: int, tp_rank: int) -> str:

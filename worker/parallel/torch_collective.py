@@ -4,19 +4,21 @@ The process group is the collective's own, never torch's global default: a proce
 several groups, a target's and a draft's.
 """
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from paceline.worker.errors import Unavailable
 from paceline.worker.parallel.collective import Collective
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+# Any: torch's stubs know the backends, not their operations.
+Backend = Any
 
 # A plan of a full batch of decodes fits; a longer message takes a second broadcast.
 _HEAD_BYTES = 4096
@@ -34,17 +36,17 @@ class TorchCollective(Collective):
     """
 
     def __init__(
-        self, group: "ProcessGroup", store: "Store", device: str, timeout_s: float
+        self, group: Backend, store: Store, device: str, timeout_s: float
     ) -> None:
-        self.tp_rank = group.rank()
-        self.tp_size = group.size()
+        self.tp_rank = int(group.rank())
+        self.tp_size = int(group.size())
         self._group = group
         self._store = store
         self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._failure = ""
         self._sum = dist.AllreduceOptions()
-        self._sum.reduceOp = dist.ReduceOp.SUM
+        self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._sum.timeout = timedelta(seconds=timeout_s)
         self._from_leader = dist.BroadcastOptions()
         self._from_leader.rootRank = 0
@@ -63,7 +65,8 @@ class TorchCollective(Collective):
         return wide.to(x.dtype)
 
     def gather_last_dim(self, x: Tensor, sizes: list[int]) -> Tensor | None:
-        assert len(sizes) == self.tp_size and x.shape[-1] == sizes[self.tp_rank]
+        assert len(sizes) == self.tp_size
+        assert x.shape[-1] == sizes[self.tp_rank]
         # Both backends gather equal shapes only, so all send the width of the widest.
         width = max(sizes)
         if x.shape[-1] < width:
@@ -99,16 +102,18 @@ class TorchCollective(Collective):
     def all_reduce_min(self, value: int) -> int:
         x = torch.tensor([value], dtype=torch.int64, device=self._device)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         options.timeout = timedelta(seconds=max(self._timeout_s, _START_TIMEOUT_S))
         self._run("all_reduce_min", lambda: self._group.allreduce([x], options))
         return int(x.item())
 
     def shutdown(self) -> None:
         """Closes the connections; a rank that waits for this one then fails at once."""
-        if self._failure != _CLOSED:
-            self._failure = _CLOSED
-            self._group.shutdown()
+        if self._group is not None:
+            self._failure = self._failure or "the group is shut down"
+            self._group.abort()
+            # gloo closes its connections when the last reference goes, and not before.
+            self._group = None
 
     def _broadcast(self, data: bytearray) -> bytearray:
         x = torch.frombuffer(data, dtype=torch.uint8)
@@ -125,11 +130,14 @@ class TorchCollective(Collective):
         try:
             start().wait()
         except RuntimeError as error:
-            reason = str(error).split("\n", 1)[0]
-            self._failure = f"{name} failed or outlasted {self._timeout_s:g} s: {reason}"
+            self._failure = f"{name} failed or outlasted {self._timeout_s:g} s: {describe(error)}"
             raise Unavailable(
                 f"tp_rank {self.tp_rank} of {self.tp_size}: {self._failure}"
             ) from error
 
 
-_CLOSED = "the group is shut down"
+def describe(error: Exception) -> str:
+    """What torch says, without its source path, its advice and its stack."""
+    text = str(error).split("\n", 1)[0]
+    text = re.sub(r"^\[[^\]]*:\d+\] ", "", text)
+    return text.split(". This is typically", 1)[0]

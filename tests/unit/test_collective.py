@@ -1,0 +1,148 @@
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+import torch
+
+from paceline.worker.config import ParallelConfig
+from paceline.worker.errors import ConfigError, Unavailable
+from paceline.worker.parallel.collective import Collective
+from paceline.worker.parallel.rendezvous import connect, reserve_rendezvous
+
+T = TypeVar("T")
+
+
+@contextmanager
+def ranks(tp_size: int, timeout_s: float = 20.0) -> Iterator[list[Collective]]:
+    """The collectives of a gloo group whose ranks are threads of this process."""
+    listener, rendezvous = reserve_rendezvous("127.0.0.1")
+    config = ParallelConfig(
+        tp_size=tp_size, backend="gloo", rendezvous=rendezvous, timeout_s=timeout_s
+    )
+    configs = [replace(config, tp_rank=rank) for rank in range(tp_size)]
+    with ThreadPoolExecutor(tp_size) as pool:
+        joins = [
+            pool.submit(connect, c, "cpu", listener if c.tp_rank == 0 else None) for c in configs
+        ]
+        group = [join.result(timeout_s) for join in joins]
+    try:
+        yield group
+    finally:
+        for collective in group:
+            collective.shutdown()
+
+
+def on_all(group: list[Collective], act: Callable[[Collective], T]) -> list[Future[T]]:
+    with ThreadPoolExecutor(len(group)) as pool:
+        return [pool.submit(act, collective) for collective in group]
+
+
+def test_ranks_meet_on_loopback_and_compute_together() -> None:
+    with ranks(3) as group:
+        sums = on_all(group, lambda c: c.all_reduce(torch.full((2, 3), float(c.tp_rank + 1))))
+        assert [s.result().tolist() for s in sums] == [[[6.0] * 3] * 2] * 3
+
+        least = on_all(group, lambda c: c.all_reduce_min(10 - c.tp_rank))
+        assert [m.result() for m in least] == [8, 8, 8]
+
+        sizes = [3, 1, 2]
+        parts = on_all(
+            group,
+            lambda c: c.gather_last_dim(torch.full((2, sizes[c.tp_rank]), float(c.tp_rank)), sizes),
+        )
+        joined = parts[0].result()
+        assert joined is not None
+        assert joined.tolist() == [[0.0, 0.0, 0.0, 1.0, 2.0, 2.0]] * 2
+        assert parts[1].result() is parts[2].result() is None
+
+
+def test_narrow_types_are_summed_in_fp32() -> None:
+    # In bf16, 256 + 1 is 256; the sum of the three is not.
+    values = [256.0, 1.0, 1.0]
+    with ranks(3) as group:
+        sums = on_all(
+            group,
+            lambda c: c.all_reduce(torch.tensor([values[c.tp_rank]], dtype=torch.bfloat16)),
+        )
+        for result in sums:
+            assert result.result().dtype == torch.bfloat16
+            assert result.result().tolist() == [258.0]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4088, 4089, 100_000])
+def test_bytes_of_any_length_reach_every_rank(num_bytes: int) -> None:
+    data = bytes(i % 251 for i in range(num_bytes))
+    with ranks(2) as group:
+        got = on_all(group, lambda c: c.broadcast_bytes(data if c.tp_rank == 0 else None))
+        assert [g.result() for g in got] == [data, data]
+
+
+def test_a_silent_peer_is_unavailable_after_the_timeout_with_rank_and_operation() -> None:
+    with ranks(2, timeout_s=0.5) as group:
+        with pytest.raises(Unavailable, match=r"tp_rank 1 of 2: broadcast failed or outlasted 0.5"):
+            group[1].broadcast_bytes(None)
+        with pytest.raises(Unavailable, match="tp_rank 1 of 2"):
+            group[1].all_reduce(torch.ones(1))
+
+
+def test_a_peer_that_leaves_wakes_those_who_wait_for_it() -> None:
+    with ranks(2, timeout_s=60.0) as group:
+        errors: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                group[1].broadcast_bytes(None)
+            except Unavailable as error:
+                errors.append(error)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        group[0].shutdown()
+        waiter.join(20.0)
+        assert not waiter.is_alive()
+        assert len(errors) == 1
+
+
+def test_ranks_that_do_not_come_are_unavailable_with_the_address() -> None:
+    listener, rendezvous = reserve_rendezvous("127.0.0.1")
+    config = ParallelConfig(tp_size=2, backend="gloo", rendezvous=rendezvous, timeout_s=0.5)
+    with pytest.raises(Unavailable, match=rf"tp_rank 0 of 2: rendezvous at {rendezvous}"):
+        connect(config, "cpu", listener)
+
+
+def test_a_leader_that_is_not_there_is_unavailable() -> None:
+    listener, rendezvous = reserve_rendezvous("127.0.0.1")
+    listener.close()
+    config = ParallelConfig(
+        tp_size=2, tp_rank=1, backend="gloo", rendezvous=rendezvous, timeout_s=0.5
+    )
+    with pytest.raises(Unavailable, match="tp_rank 1 of 2: rendezvous"):
+        connect(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ParallelConfig(tp_size=2, tp_rank=2, backend="gloo"), "tp_rank is 2"),
+        (ParallelConfig(tp_size=2, rendezvous="127.0.0.1:1"), "backend 'local' has one rank"),
+        (ParallelConfig(tp_size=2, backend="gloo", rendezvous="here"), "rendezvous is 'here'"),
+        (ParallelConfig(tp_size=2, backend="nccl", rendezvous="127.0.0.1:0"), "rendezvous is"),
+    ],
+)
+def test_a_group_that_cannot_be_is_a_config_error(config: ParallelConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        connect(config)
+
+
+def test_a_group_of_one_needs_no_address() -> None:
+    collective = connect(ParallelConfig())
+    x = torch.ones(2, 3)
+    assert collective.all_reduce(x) is x
+    assert collective.gather_last_dim(x, [3]) is x
+    assert collective.broadcast_bytes(b"x") == b"x"
+    assert collective.all_reduce_min(4) == 4
+    collective.shutdown()
