@@ -36,7 +36,8 @@ class TreeLinks:
 class VerifyResult:
     """What a verify accepted. `accept_length` never counts the bonus.
 
-    predict: [bs * num_draft_tokens] int64; the target's token at each node of an accepted path, 0 elsewhere.
+    predict: [bs * num_draft_tokens] int64; the target's token at each node of an accepted path,
+        0 elsewhere.
     accept_index: [bs, max_depth + 1] int64 flat node ids of the path, root first, -1 after its end.
     accept_length: [bs] int64, accepted draft tokens.
     """
@@ -87,8 +88,8 @@ class KernelSet(ABC):
 
     @abstractmethod
     def move_kv(self, caches: Sequence[Tensor], src: Tensor, tgt: Tensor) -> None:
-        """cache[tgt] = cache[src] for each cache [S, Hkv, D]; all of src is read before tgt is written.
-        src, tgt [n] int64."""
+        """cache[tgt] = cache[src] for each cache [S, Hkv, D]; all of src is read before tgt is
+        written. src, tgt [n] int64."""
 
     @abstractmethod
     def create_kv_indices(
@@ -100,9 +101,10 @@ class KernelSet(ABC):
         starts: Tensor | None,
         kv_indices: Tensor,
     ) -> None:
-        """kv_indices[kv_indptr[b] + j] = req_to_token[req_pool_indices[b], starts[b] + j], j < lens[b].
-        req_to_token [max_reqs, W] int32; req_pool_indices [bs] int64; lens, starts [bs] int32;
-        kv_indptr [bs + 1] int32; kv_indices int32, at least kv_indptr[-1] long."""
+        """kv_indices[kv_indptr[b] + j] = req_to_token[req_pool_indices[b], starts[b] + j] for all
+        j < lens[b]; starts None is 0. req_to_token [max_reqs, W] int32; req_pool_indices [bs]
+        int64; lens, starts [bs] int32; kv_indptr [bs + 1] int32; kv_indices int32, at least
+        kv_indptr[-1] long."""
 
     @abstractmethod
     def generate_draft_decode_kv_indices(
@@ -114,9 +116,9 @@ class KernelSet(ABC):
         topk: int,
         num_steps: int,
     ) -> tuple[Tensor, Tensor]:
-        """(kv_indices [num_steps, n] int32, kv_indptr [num_steps, bs * topk + 1] int32): the keys of
-        each lane at each draft step, prefix first, then the lane's own slots up to and with that step.
-        Source: speculative semantics of lanes; paged lanes when topk > 1 and page_size > 1."""
+        """(kv_indices [num_steps, n] int32, kv_indptr [num_steps, bs * topk + 1] int32): the keys
+        of each lane at each draft step, prefix first, then the lane's own slots up to and with that
+        step. Lanes have whole pages of their own when topk > 1 and page_size > 1."""
 
     @abstractmethod
     def assign_req_to_token_pool(
@@ -127,7 +129,8 @@ class KernelSet(ABC):
         ends: Tensor,
         src: Tensor,
     ) -> None:
-        """req_to_token[req_pool_indices[b], starts[b]:ends[b]] = the b-th piece of flat src (int64)."""
+        """req_to_token[req_pool_indices[b], starts[b]:ends[b]] = the b-th piece of src (flat,
+        int64)."""
 
     @abstractmethod
     def assign_extend_cache_locs(
@@ -166,8 +169,9 @@ class KernelSet(ABC):
         num_draft_tokens: int,
         page_size: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(src, tgt, freed): the accepted nodes' slots, the slots in line that they move to, and the
-        slots behind the last page kept. out_cache_loc [bs * num_draft_tokens], accept_index [bs, d]."""
+        """(src, tgt, freed): the accepted nodes' slots, the slots in line that they move to, and
+        the slots behind the last page kept. out_cache_loc [bs * num_draft_tokens], accept_index
+        [bs, d]."""
 
     @abstractmethod
     def alloc_extend(
@@ -179,8 +183,8 @@ class KernelSet(ABC):
         page_size: int,
     ) -> tuple[Tensor, int] | None:
         """Slots for tokens prefix_lens[b]..seq_lens[b]-1 of each row, flat int64, and the count of
-        free_pages used; None when there are too few, with no other effect. last_loc [bs] int64 is the
-        slot of token prefix_lens[b]-1, -1 for none."""
+        free_pages used; None when there are too few, with no other effect. last_loc [bs] int64 is
+        the slot of token prefix_lens[b]-1, -1 for none."""
 
     @abstractmethod
     def alloc_decode(

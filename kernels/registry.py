@@ -1,31 +1,60 @@
 """Kernel sets by name. Factories are lazy: naming a set that is not used imports nothing of it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from paceline.kernels.api import KernelSet
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    make: Callable[[], KernelSet]
+    can_serve: Callable[[str], bool]
+
+
 def load_kernels(name: str, device: str) -> KernelSet:
     """The set `name`, or for "auto" the quickest that serves `device` ("cpu", "cuda", "cuda:1").
 
-    Raises:
-        ValueError: no such set, or it cannot serve the device here.
+    Raises: ValueError: no such set, or it cannot serve the device here.
     """
     available = available_kernel_sets(device)
-    chosen = available[-1] if name == "auto" else name
-    if chosen not in _FACTORIES:
-        raise ValueError(f"kernel set {name!r} is unknown; choose auto or one of {list(_FACTORIES)}")
-    if chosen not in available:
+    if name == "auto":
+        # On a CPU the others are interpreted: right, and a thousand times slower.
+        name = available[-1] if _is_cuda(device) else "reference"
+    if name not in _SETS:
+        raise ValueError(f"kernel set {name!r} is unknown; choose auto or one of {list(_SETS)}")
+    if name not in available:
         raise ValueError(
-            f"kernel set {name!r} cannot serve device {device!r} here; choose auto or one of {available}"
+            f"kernel set {name!r} cannot serve device {device!r} here; "
+            f"choose auto or one of {available}"
         )
-    return _FACTORIES[chosen]()
+    return _SETS[name].make()
 
 
 def available_kernel_sets(device: str = "cpu") -> list[str]:
-    """Names of the sets that can serve `device` here, the preferred last."""
-    return [name for name in _FACTORIES if _CAN_SERVE[name](device)]
+    """Names of the sets that can serve `device` here; on CUDA the quickest is last."""
+    return [name for name, entry in _SETS.items() if entry.can_serve(device)]
+
+
+def _is_cuda(device: str) -> bool:
+    return device.split(":")[0] == "cuda"
+
+
+def _can_triton(device: str) -> bool:
+    """Compiled for CUDA; on a CPU only where TRITON_INTERPRET was set before triton's import."""
+    if find_spec("triton") is None:
+        return False
+    from triton.language import standard
+    from triton.runtime.jit import JITFunction
+
+    return isinstance(standard.sum, JITFunction) == _is_cuda(device)
+
+
+def _can_sgl(device: str) -> bool:
+    from paceline.kernels.sgl.capabilities import probe_ops
+
+    return _is_cuda(device) and _can_triton(device) and bool(probe_ops())
 
 
 def _make_reference() -> KernelSet:
@@ -34,5 +63,20 @@ def _make_reference() -> KernelSet:
     return ReferenceKernels()
 
 
-_FACTORIES: dict[str, Callable[[], KernelSet]] = {"reference": _make_reference}
-_CAN_SERVE: dict[str, Callable[[str], bool]] = {"reference": lambda device: True}
+def _make_triton() -> KernelSet:
+    from paceline.kernels.paged.kernel_set import TritonKernels
+
+    return TritonKernels()
+
+
+def _make_sgl() -> KernelSet:
+    from paceline.kernels.sgl.dispatch import SglKernels
+
+    return SglKernels()
+
+
+_SETS = {
+    "reference": _Entry(_make_reference, lambda device: True),
+    "triton": _Entry(_make_triton, _can_triton),
+    "sgl": _Entry(_make_sgl, _can_sgl),
+}

@@ -4,6 +4,7 @@ A row is a req's queries of this step and the slots of all its tokens. What depe
 alone (offsets, masks, 64-bit slots, which rows lie in line) is worked out once per step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
@@ -14,8 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from paceline.kernels.api import AttentionPlan
 
 # Neighbouring rows with as many queries share one call over padded keys: a call of its own costs a
-# row 20 us before its first key, the time of some 300 padded ones. bf16, 9/3 heads of 64, 2 threads,
-# 8 rows: 68 us together and 204 us one by one at 128 keys each, 272 and 372 at 500, equal at 1000.
+# row 20 us before its first key, the time of some 300 padded ones. bf16, 9/3 heads of 64, 8 rows,
+# 2 threads: 68 us together and 204 us one by one at 128 keys each, 272 and 372 at 500, equal at
+# 1000.
 PADDING_PER_ROW = 256
 MAX_PADDED_KEYS = 16384  # bounds the copy of keys that a padded call makes
 # Up to this many queries, those of a KV head's group are packed into one block, so that its keys
@@ -50,7 +52,6 @@ class RowGroup:
             self._bias_of = (dtype, repeats)
         return self._bias
 
-
     def room(self, cache: Tensor, which: int) -> Tensor:
         """Where to gather K (which 0) or V (1), the same for each layer of a step.
 
@@ -73,34 +74,42 @@ class RowPlan(AttentionPlan):
     is_whole: bool
 
 
-def plan_rows(
+def plan_attention(
     qo_indptr: Tensor | None,
     kv_indptr: Tensor,
     kv_indices: Tensor,
-    tree_mask: Tensor | None,
-    mask_indptr: Tensor | None,
+    tree_mask: Tensor | None = None,
+    mask_indptr: Tensor | None = None,
+    *,
+    q_lens: Sequence[int] | None = None,
+    kv_lens: Sequence[int] | None = None,
 ) -> RowPlan:
-    """Arguments as `KernelSet.plan_attention`; rows without a query or a key are left out."""
+    """Arguments as `KernelSet.plan_attention`, lengths read from the tensors.
+
+    Rows without a query or a key are left out.
+    """
     kv_starts = kv_indptr.tolist()
     bs = len(kv_starts) - 1
     q_starts = list(range(bs + 1)) if qo_indptr is None else qo_indptr.tolist()
-    q_lens = [end - start for start, end in pairwise(q_starts)]
-    kv_lens = [end - start for start, end in pairwise(kv_starts)]
+    num_queries = [end - start for start, end in pairwise(q_starts)]
+    num_keys = [end - start for start, end in pairwise(kv_starts)]
     visible: list[Tensor | None] = [None] * bs
     if tree_mask is not None and mask_indptr is not None:
         for b, (start, end) in enumerate(pairwise(mask_indptr.tolist())):
             if end > start:
-                cells = tree_mask[start:end].view(q_lens[b], -1)
-                visible[b] = _tree_rows(cells, kv_lens[b])
+                cells = tree_mask[start:end].view(num_queries[b], -1)
+                visible[b] = _tree_rows(cells, num_keys[b])
     slots = kv_indices.to(torch.int64)
     in_line = _rows_in_line(slots, kv_starts)
     groups: list[RowGroup] = []
-    live = [b for b in range(bs) if q_lens[b] and kv_lens[b]]
-    for q_len, same in groupby(live, key=q_lens.__getitem__):
-        for rows in _batches(list(same), q_len, kv_lens):
-            groups.append(_group(rows, q_starts, q_len, kv_starts, kv_lens, slots, in_line, visible))
+    live = [b for b in range(bs) if num_queries[b] and num_keys[b]]
+    for q_len, same in groupby(live, key=num_queries.__getitem__):
+        groups.extend(
+            _group(rows, q_starts, q_len, kv_starts, num_keys, slots, in_line, visible)
+            for rows in _batches(list(same), q_len, num_keys)
+        )
     covered = sum(group.num_rows * group.q_len for group in groups)
-    return RowPlan(tuple(groups), covered == sum(q_lens))
+    return RowPlan(tuple(groups), covered == sum(num_queries))
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: RowPlan, scale: float) -> Tensor:

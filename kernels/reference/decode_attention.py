@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from paceline.kernels.api import AttentionPlan
-from paceline.kernels.reference.attend import RowPlan, attend, plan_rows
+from paceline.kernels.reference.attend import RowPlan, attend, plan_attention
 
 
 def decode_attention(
@@ -20,5 +20,5 @@ def decode_attention(
     Query head h reads KV head h // (Hq // Hkv); softmax(scale * q k) in fp32.
     """
     if not isinstance(plan, RowPlan):
-        plan = plan_rows(None, kv_indptr, kv_indices, None, None)
+        plan = plan_attention(None, kv_indptr, kv_indices, None, None)
     return attend(q, k_cache, v_cache, plan, scale)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from paceline.kernels.api import AttentionPlan
-from paceline.kernels.reference.attend import RowPlan, attend, plan_rows
+from paceline.kernels.reference.attend import RowPlan, attend, plan_attention
 
 
 def extend_attention(
@@ -25,5 +25,5 @@ def extend_attention(
     each query sees; it sees every key before them.
     """
     if not isinstance(plan, RowPlan):
-        plan = plan_rows(qo_indptr, kv_indptr, kv_indices, tree_mask, mask_indptr)
+        plan = plan_attention(qo_indptr, kv_indptr, kv_indices, tree_mask, mask_indptr)
     return attend(q, k_cache, v_cache, plan, scale)

@@ -1,13 +1,9 @@
 """ReferenceKernels: every op in plain torch, the specification and what serves on a CPU."""
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from paceline.kernels.api import KernelSet
 from paceline.kernels.reference.act import silu_and_mul
 from paceline.kernels.reference.alloc import alloc_decode, alloc_extend
-from paceline.kernels.reference.attend import RowPlan, plan_rows
+from paceline.kernels.reference.attend import plan_attention
 from paceline.kernels.reference.build_tree import build_tree_links
 from paceline.kernels.reference.cache_locs import (
     assign_draft_cache_locs,
@@ -48,21 +44,9 @@ class ReferenceKernels(KernelSet):
     get_src_tgt_cache_loc = staticmethod(get_src_tgt_cache_loc)
     alloc_extend = staticmethod(alloc_extend)
     alloc_decode = staticmethod(alloc_decode)
+    plan_attention = staticmethod(plan_attention)
     decode_attention = staticmethod(decode_attention)
     extend_attention = staticmethod(extend_attention)
     build_tree_links = staticmethod(build_tree_links)
     verify_tree_greedy = staticmethod(verify_tree_greedy)
     noise_bits = staticmethod(noise_bits)
-
-    def plan_attention(
-        self,
-        qo_indptr: Tensor | None,
-        kv_indptr: Tensor,
-        kv_indices: Tensor,
-        tree_mask: Tensor | None = None,
-        mask_indptr: Tensor | None = None,
-        *,
-        q_lens: Sequence[int] | None = None,
-        kv_lens: Sequence[int] | None = None,
-    ) -> RowPlan:
-        return plan_rows(qo_indptr, kv_indptr, kv_indices, tree_mask, mask_indptr)

@@ -12,7 +12,10 @@ def create_kv_indices(
     starts: Tensor | None,
     kv_indices: Tensor,
 ) -> None:
-    """kv_indices[kv_indptr[b] + j] = req_to_token[req_pool_indices[b], starts[b] + j], j < lens[b]."""
+    """Write row b's slots starts[b]..starts[b]+lens[b]-1 at kv_indices[kv_indptr[b]] and on.
+
+    starts None is 0 for every row.
+    """
     firsts = [0] * len(lens) if starts is None else starts.tolist()
     rows = zip(
         req_pool_indices.tolist(), lens.tolist(), kv_indptr[:-1].tolist(), firsts, strict=True

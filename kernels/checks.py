@@ -1,0 +1,45 @@
+"""Shape, stride and dtype checks shared by all sets; they read no device memory, so no sync."""
+
+import torch
+from torch import Tensor
+
+
+def check_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """K and V of a step, and the caches they go to.
+
+    Raises: ValueError: a shape disagrees, or a head is not contiguous.
+    """
+    if k.shape != v.shape or k_cache.shape != v_cache.shape or k.shape[1:] != k_cache.shape[1:]:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must be [T, Hkv, D] of caches "
+            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    check_heads("k", k)
+    check_heads("v", v)
+    check_heads("k_cache", k_cache)
+    check_heads("v_cache", v_cache)
+
+
+def check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raises: ValueError: q and the caches are not [.., heads, D] alike, or heads do not group."""
+    if q.ndim != 3 or k_cache.shape != v_cache.shape or q.shape[-1] != k_cache.shape[-1]:
+        raise ValueError(
+            f"q {tuple(q.shape)} must be [T, Hq, D] with D of the caches "
+            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    if q.shape[1] % k_cache.shape[1]:
+        raise ValueError(
+            f"{q.shape[1]} query heads cannot share {k_cache.shape[1]} KV heads evenly"
+        )
+
+
+def check_heads(name: str, x: Tensor) -> None:
+    """Raises: ValueError: [.., heads, D] whose last two dimensions are not contiguous."""
+    if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
+        raise ValueError(f"{name} has strides {x.stride()}; its last two dimensions must be dense")
+
+
+def check_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    """Raises: ValueError: another dtype."""
+    if x.dtype != dtype:
+        raise ValueError(f"{name} is {x.dtype}, must be {dtype}")
