@@ -3,8 +3,30 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.skips import NEEDS_GPU, SkipReport
+import tests.device  # noqa: F401  # before anything that imports triton
 from tests.tiny import make_tiny_model
+
+_TIERS = ("dist", "chaos", "kernels", "models")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SkipReport(), "skip-report")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test has the marker of its folder; one that needs a GPU skips where there is none."""
+    root = Path(__file__).parent
+    for item in items:
+        tier = item.path.relative_to(root).parts[0]
+        if tier in _TIERS:
+            item.add_marker(tier)
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason=NEEDS_GPU.reason))
 
 
 @pytest.fixture(scope="session")
@@ -18,5 +40,10 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A smaller model of the same vocabulary."""
     return make_tiny_model(
         tmp_path_factory.mktemp("tiny") / "draft",
-        num_heads=4, num_kv_heads=2, hidden_size=32, intermediate_size=48, num_layers=1, seed=1,
+        num_heads=4,
+        num_kv_heads=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=1,
+        seed=1,
     )
