@@ -61,7 +61,9 @@ class DraftSection(_Section):
                 "one rank; use placement 'decoupled'"
             )
         if self.num_draft_tokens == 1:
-            raise ValueError("num_draft_tokens counts the root, so 1 leaves no guess; use 2 or more")
+            raise ValueError(
+                "num_draft_tokens counts the root, so 1 leaves no guess; use 2 or more"
+            )
         if self.topk == 1 and self.num_draft_tokens > self.num_steps + 1:
             raise ValueError(
                 f"num_draft_tokens is {self.num_draft_tokens}, a chain of {self.num_steps} steps "
@@ -132,7 +134,7 @@ class RaySection(_Section):
     num_cpus_per_rank: float = Field(0.5, ge=0)
     threads_per_rank: int = Field(0, ge=0)  # 0 shares a node's CPUs among the ranks of a group
     placement_timeout_s: float = Field(300.0, gt=0)
-    start_timeout_s: float = Field(900.0, gt=0)  # of one group, from its placement to its first step
+    start_timeout_s: float = Field(900.0, gt=0)  # of one group, once placed
     shutdown_timeout_s: float = Field(30.0, ge=0)
 
 
@@ -156,11 +158,11 @@ class ClusterConfig(_Section):
         """What clients may call the model; the first is the one answers carry."""
         return self.served_model_names or (Path(self.model).name or self.model,)
 
-    def cache_config(self) -> CacheConfig:
-        return CacheConfig(**self.cache.model_dump())
+    def cache_config(self, **changes: Any) -> CacheConfig:  # Any: fields of it
+        return CacheConfig(**self.cache.model_dump() | changes)
 
-    def scheduler_config(self) -> SchedulerConfig:
-        return SchedulerConfig(**self.scheduler.model_dump())
+    def scheduler_config(self, **changes: Any) -> SchedulerConfig:  # Any: fields of it
+        return SchedulerConfig(**self.scheduler.model_dump() | changes)
 
     def spec_config(self, draft_path: str = "") -> SpecConfig:
         """The speculation settings of a worker; `draft_path` is the resolved draft directory."""

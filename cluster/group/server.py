@@ -1,0 +1,205 @@
+"""A target leader's gRPC face: GroupService for fronts, AdminService for operators, health.
+
+It translates and hands over to the step loop; it computes nothing. A call that ends early, for
+whatever reason, aborts its req.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from paceline.cluster.front.channels import server_options
+from paceline.cluster.front.errors import answers_rpc
+from paceline.cluster.group.req_state import NewReq, ReqEvent, ReqReceipt
+from paceline.cluster.wire import finish_reason_to_pb, sampling_params_from_pb
+from paceline.protos.v1 import admin_pb2, admin_pb2_grpc, common_pb2, group_pb2, group_pb2_grpc
+from paceline.worker.errors import InvalidRequest, Unavailable
+from paceline.worker.step import ReqId
+
+if TYPE_CHECKING:
+    from paceline.cluster.group.step_loop import StepLoop
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "paceline.v1.GroupService"
+
+# (draft leader's address or "", its group, epoch) -> once the step loop has been told
+AttachDraft = Callable[[str, str, int], Awaitable[None]]
+Context = aio.ServicerContext[Any, Any]  # Any: one alias for the messages of all methods
+
+
+class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServiceServicer):
+    """Serves one step loop.
+
+    Args:
+        on_change: called when the load may have changed, so that the controller hears at once.
+    """
+
+    def __init__(
+        self,
+        loop: "StepLoop",
+        *,
+        group_id: str,
+        attach_draft: AttachDraft,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._group_id = group_id
+        self._attach_draft = attach_draft
+        self._on_change = on_change
+        self._health = health.aio.HealthServicer()
+        self._server: aio.Server | None = None
+
+    async def start(self, host: str, port: int = 0) -> int:
+        """Listens; returns the port. Raises: Unavailable: the port cannot be had."""
+        server = aio.server(options=server_options())
+        group_pb2_grpc.add_GroupServiceServicer_to_server(self, server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        try:
+            bound_port = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise Unavailable(f"cannot listen at {host}:{port}: {error}") from error
+        await server.start()
+        self._server = server
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        return bound_port
+
+    async def stop(self, grace_s: float) -> None:
+        if self._server is not None:
+            await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+            await self._server.stop(grace_s)
+
+    # ---- GroupService
+
+    @answers_rpc
+    async def Run(  # noqa: N802 - the .proto's name
+        self, request: group_pb2.RunRequest, context: Context
+    ) -> AsyncIterator[group_pb2.RunResponse]:
+        aio_loop = asyncio.get_running_loop()
+        events: asyncio.Queue[ReqEvent] = asyncio.Queue()
+        req = _new_req(request)
+
+        def sink(event: ReqEvent) -> None:
+            aio_loop.call_soon_threadsafe(events.put_nowait, event)
+
+        self._loop.submit(req, sink)
+        self._on_change()
+        is_over = False
+        try:
+            while not is_over:
+                batch = [await events.get()]
+                while not events.empty():  # tokens that came while the client was slow go together
+                    batch.append(events.get_nowait())
+                last = batch[-1]
+                is_over = last.is_last
+                if last.error is not None:
+                    raise last.error
+                yield self._response(batch)
+        finally:
+            if not is_over:
+                self._loop.abort(req.req_id)
+            self._on_change()
+
+    @answers_rpc
+    async def AbortReq(  # noqa: N802 - the .proto's name
+        self, request: group_pb2.AbortReqRequest, context: Context
+    ) -> group_pb2.AbortReqResponse:
+        return group_pb2.AbortReqResponse(found=self._loop.abort(ReqId(request.req_id)))
+
+    # ---- AdminService
+
+    @answers_rpc
+    async def Drain(  # noqa: N802 - the .proto's name
+        self, request: admin_pb2.DrainRequest, context: Context
+    ) -> admin_pb2.DrainResponse:
+        return admin_pb2.DrainResponse(num_aborted=await self.drain(request.timeout_s))
+
+    @answers_rpc
+    async def Snapshot(  # noqa: N802 - the .proto's name
+        self, request: admin_pb2.SnapshotRequest, context: Context
+    ) -> admin_pb2.SnapshotResponse:
+        held = self._loop.snapshot()
+        return admin_pb2.SnapshotResponse(
+            num_pages=held.num_pages,
+            num_free_pages=held.num_free_pages,
+            num_cached_pages=held.num_cached_pages,
+            num_orphaned_pages=held.num_orphaned_pages,
+            running_req_ids=held.running_req_ids,
+            waiting_req_ids=held.waiting_req_ids,
+            step_id=held.step_id,
+            epoch=held.epoch,
+            draft_attached=held.draft_attached,
+        )
+
+    @answers_rpc
+    async def AttachDraft(  # noqa: N802 - the .proto's name
+        self, request: admin_pb2.AttachDraftRequest, context: Context
+    ) -> admin_pb2.AttachDraftResponse:
+        await self._attach_draft(request.address, request.draft_group_id, request.epoch)
+        return admin_pb2.AttachDraftResponse()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Readiness off, then waits for the running reqs; how many were aborted at the limit."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        num_aborted = await asyncio.to_thread(self._loop.drain, timeout_s)
+        self._on_change()
+        return num_aborted
+
+    async def set_not_serving(self) -> None:
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, status)
+
+    def _response(self, batch: list[ReqEvent]) -> group_pb2.RunResponse:
+        last = batch[-1]
+        response = group_pb2.RunResponse(
+            token_ids=[token_id for event in batch for token_id in event.new_ids]
+        )
+        if last.finish_reason is not None:
+            response.finish_reason = finish_reason_to_pb(last.finish_reason)
+        if last.matched_token_id is not None:
+            response.matched_token_id = last.matched_token_id
+        if last.receipt is not None:
+            response.receipt.CopyFrom(self._receipt(last.receipt))
+        return response
+
+    def _receipt(self, receipt: ReqReceipt) -> common_pb2.Receipt:
+        return common_pb2.Receipt(
+            prompt_tokens=receipt.prompt_tokens,
+            completion_tokens=receipt.completion_tokens,
+            cached_tokens=receipt.cached_tokens,
+            proposed_tokens=receipt.proposed_tokens,
+            accepted_tokens=receipt.accepted_tokens,
+            num_steps=receipt.num_steps,
+            fallback_steps=receipt.fallback_steps,
+            num_preemptions=receipt.num_preemptions,
+            seed=receipt.seed,
+            time_to_first_token_s=receipt.time_to_first_token_s,
+            total_s=receipt.total_s,
+            group_id=self._group_id,
+        )
+
+
+def _new_req(request: group_pb2.RunRequest) -> NewReq:
+    """Raises: InvalidRequest: not from a front."""
+    if not request.req_id:
+        raise InvalidRequest("req_id is empty; it must be unique", "req_id")
+    try:
+        params = sampling_params_from_pb(request.sampling_params)
+    except ValueError as error:
+        raise InvalidRequest(str(error), "sampling_params") from error
+    return NewReq(
+        req_id=ReqId(request.req_id),
+        prompt_ids=list(request.prompt_ids),
+        output_ids=list(request.output_ids),
+        params=params,
+        priority=request.priority,
+        deadline_unix_s=request.deadline_unix_s if request.HasField("deadline_unix_s") else None,
+    )

@@ -1,0 +1,322 @@
+"""Starts a deployment on Ray and ends it, leaving no process behind.
+
+`start` begins a Ray cluster of its own on this machine, or joins one, creates the controller and
+waits until fronts answer. The deployment belongs to the calling process: should that die, Ray ends
+what it started. Knows processes; what runs in them is the controller's.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from paceline.cluster.config import CONTROLLER_NAME, ClusterConfig
+from paceline.cluster.controller.actor import Controller
+from paceline.cluster.group.spawn import unwrap
+from paceline.cluster.preflight import check_local_ports, resolve_models
+from paceline.worker.errors import ConfigError, PacelineError, Unavailable
+
+log = logging.getLogger(__name__)
+
+# (process, stage, fraction of the stage)
+Progress = Callable[[str, str, float], None]
+
+_POLL_S = 0.2
+_STOP_MARGIN_S = 30.0  # beyond the drain, for processes to end
+_EXIT_S = 10.0  # for processes to be gone once told
+_OBJECT_STORE_BYTES = 80 * 1024 * 1024  # nothing of ours goes through it
+
+
+@dataclass(frozen=True, slots=True)
+class StopReport:
+    """How an end went; `leftover_pids` is empty unless something is broken."""
+
+    num_aborted: int  # requests
+    num_processes: int  # that had been running and are gone
+    leftover_pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A pid and when it began: a number that was given to another process is not it."""
+
+    pid: int
+    create_time: float
+
+    @property
+    def is_alive(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            return (
+                process.create_time() == self.create_time
+                and process.status() != psutil.STATUS_ZOMBIE
+            )
+        except psutil.NoSuchProcess:
+            return False
+
+
+@dataclass(slots=True)
+class Deployment:
+    """A running deployment, as its starter holds it."""
+
+    config: ClusterConfig
+    grpc_addresses: tuple[str, ...]  # host:port of each front
+    http_addresses: tuple[str, ...]
+    _controller: Any  # Any: Ray's handles have their methods at run time only
+    _session: "_RaySession"
+    _has_stopped: bool = field(default=False)
+
+    @property
+    def grpc_address(self) -> str:
+        return self.grpc_addresses[0]
+
+    @property
+    def http_url(self) -> str:
+        scheme = "https" if self.config.front.ssl_certfile else "http"
+        return f"{scheme}://{self.http_addresses[0]}"
+
+    def pids(self) -> dict[str, list[int]]:
+        """Process ids by group, front and controller, wherever they run."""
+        pids: dict[str, list[int]] = _get(self._controller.pids.remote(), 10.0)
+        return pids
+
+    def is_alive(self) -> bool:
+        """Whether the controller answers."""
+        try:
+            _get(self._controller.pid.remote(), 5.0)
+        except PacelineError:
+            return False
+        return True
+
+    def stop(
+        self, drain_s: float | None = None, hurry: threading.Event | None = None
+    ) -> StopReport:
+        """Refuses new requests, lets running ones end, then ends every process.
+
+        Args:
+            drain_s: how long they may take; None takes the configured time.
+            hurry: once set, nothing is waited for any more.
+        """
+        if self._has_stopped:
+            return StopReport(0, 0)
+        self._has_stopped = True
+        if drain_s is None:
+            drain_s = self.config.ray.shutdown_timeout_s
+        processes = self._session.processes()
+        num_aborted = _shut_down(self._controller, drain_s, hurry or threading.Event())
+        self._session.close()
+        return _report_exit(processes, num_aborted)
+
+
+def start(
+    config: ClusterConfig,
+    progress: Progress | None = None,
+) -> Deployment:
+    """Brings a deployment up; returns when its fronts accept requests.
+
+    An exception, Ctrl-C included, leaves nothing running.
+
+    Raises:
+        PlacementError: the cluster has no room; names what is missing, per bundle.
+        ConfigError, NotFound: the configuration cannot be.
+        Unavailable: a process died, or Ray could not be started or joined.
+    """
+    tell = progress or (lambda process, stage, fraction: None)
+    config = resolve_models(config, tell)
+    if not config.ray.address:
+        check_local_ports(config.front)
+    session = _RaySession(config, tell)
+    controller = None
+    try:
+        session.open()
+        tell("controller", "start", 0.0)
+        controller = _create_controller(config)
+        addresses = _wait_started(controller, config, tell)
+    except BaseException:
+        if controller is not None:
+            _shut_down(controller, 0.0, threading.Event())
+        processes = session.processes()
+        session.close()
+        _report_exit(processes, 0)
+        raise
+    return Deployment(
+        config=config,
+        grpc_addresses=tuple(grpc_address for grpc_address, _ in addresses),
+        http_addresses=tuple(http_address for _, http_address in addresses),
+        _controller=controller,
+        _session=session,
+    )
+
+
+class _RaySession:
+    """This process's connection to Ray, and Ray's own processes if it started them."""
+
+    def __init__(self, config: ClusterConfig, tell: Progress) -> None:
+        self._config = config
+        self._tell = tell
+        self._work_dir: Path | None = None
+        self._is_ours = False  # whether `close` disconnects
+        self._is_local = False  # whether `close` ends the cluster
+
+    def open(self) -> None:
+        """Raises: Unavailable: Ray cannot be started, or the cluster cannot be joined."""
+        settings = self._config.ray
+        if ray.is_initialized():
+            return  # inside somebody's driver or actor: theirs to close
+        self._tell("ray", "start" if not settings.address else "join", 0.0)
+        # Ray puts the driver's directory first on its workers' path. From a source tree that would
+        # shadow other packages (`kernels`), so workers get an empty one.
+        self._work_dir = Path(tempfile.mkdtemp(prefix="paceline-"))
+        options: dict[str, Any] = {  # Any: Ray's keyword arguments
+            "namespace": settings.namespace,
+            "runtime_env": {"working_dir": str(self._work_dir)},
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+        }
+        if settings.address:
+            options["address"] = settings.address
+        else:
+            options |= {
+                "address": "local",
+                "include_dashboard": False,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+            }
+            if settings.num_cpus:
+                options["num_cpus"] = settings.num_cpus
+            # Ray reads it when it starts its processes; there is no argument for it.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self._is_ours = True
+        self._is_local = not settings.address
+        try:
+            ray.init(**options)
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise Unavailable(
+                f"Ray cluster '{settings.address or 'local'}' cannot be "
+                f"{'joined' if settings.address else 'started'}: {reason}"
+            ) from error
+        self._tell("ray", "ready", 1.0)
+
+    def processes(self) -> list[_Process]:
+        """All processes of the local cluster; none of a joined one, which is not ours to judge."""
+        if not self._is_local:
+            return []
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            try:
+                found.append(_Process(process.pid, process.create_time()))
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def close(self) -> None:
+        if self._is_ours:
+            ray.shutdown()
+        if self._work_dir is not None:
+            shutil.rmtree(self._work_dir, ignore_errors=True)
+
+
+def _create_controller(config: ClusterConfig) -> Any:  # Any: a Ray handle
+    namespace = config.ray.namespace
+    try:
+        ray.get_actor(CONTROLLER_NAME, namespace)
+    except ValueError:
+        pass
+    else:
+        raise ConfigError(
+            f"a deployment runs already in the Ray namespace '{namespace}'; stop it, or choose "
+            "another namespace with ray.namespace"
+        )
+    return (
+        ray.remote(Controller)
+        .options(
+            name=CONTROLLER_NAME,
+            namespace=namespace,
+            num_cpus=0,
+            num_gpus=0,
+            max_restarts=0,
+            enable_task_events=False,
+            runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
+        )
+        .remote(config)
+    )
+
+
+def _wait_started(
+    controller: Any, config: ClusterConfig, tell: Progress
+) -> Sequence[tuple[str, str]]:  # Any: a Ray handle
+    started = controller.start.remote()
+    shown: dict[str, tuple[str, float]] = {}
+    while True:
+        ready, _ = ray.wait([started], timeout=_POLL_S)
+        if ready:
+            tell("controller", "ready", 1.0)
+            addresses: Sequence[tuple[str, str]] = _get(started, 1.0)
+            return addresses
+        for process, stage, fraction in _get(controller.progress.remote(), 60.0):
+            if shown.get(process) != (stage, fraction):
+                shown[process] = (stage, fraction)
+                tell(process, stage, fraction)
+
+
+def _shut_down(controller: Any, drain_s: float, hurry: threading.Event) -> int:  # Any: as above
+    """Ends all that the controller started, then itself. Returns the number of aborted requests."""
+    num_aborted = 0
+    ended = controller.shutdown.remote(drain_s)
+    give_up_s = time.monotonic() + drain_s + _STOP_MARGIN_S
+    was_hurried = False
+    while time.monotonic() < give_up_s:
+        try:
+            ready, _ = ray.wait([ended], timeout=_POLL_S)
+            if ready:
+                num_aborted = int(_get(ended, 1.0))
+                break
+        except (PacelineError, ray.exceptions.RayError) as error:
+            log.warning("controller did not end by itself: %s", error)
+            break
+        if hurry.is_set() and not was_hurried:
+            was_hurried = True
+            give_up_s = min(give_up_s, time.monotonic() + 1.0)
+    # What it created belongs to it and ends with it.
+    ray.kill(controller)
+    return num_aborted
+
+
+def _report_exit(processes: list[_Process], num_aborted: int) -> StopReport:
+    """Waits for processes to be gone and ends those that are not."""
+    give_up_s = time.monotonic() + _EXIT_S
+    alive = [process for process in processes if process.is_alive]
+    while alive and time.monotonic() < give_up_s:
+        time.sleep(0.05)
+        alive = [process for process in alive if process.is_alive]
+    for process in alive:
+        log.warning("process outlived its deployment and is killed pid=%d", process.pid)
+        try:
+            psutil.Process(process.pid).kill()
+        except psutil.NoSuchProcess:
+            continue
+    if alive:
+        time.sleep(0.2)
+    leftover = tuple(process.pid for process in alive if process.is_alive)
+    return StopReport(num_aborted, len(processes) - len(leftover), leftover)
+
+
+def _get(ref: Any, timeout_s: float) -> Any:  # Any: what the actor's method returns
+    """Raises: the PacelineError that an actor's method ended with, or Unavailable."""
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except ray.exceptions.RayTaskError as error:
+        raise unwrap(error, "the controller") from None
+    except ray.exceptions.GetTimeoutError as error:
+        raise Unavailable(f"the controller did not answer within {timeout_s:g} s") from error
+    except ray.exceptions.RayError as error:
+        raise Unavailable(f"the controller died: {str(error).strip().splitlines()[0]}") from None

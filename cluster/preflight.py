@@ -1,0 +1,113 @@
+"""What is checked before any process is started or any weight read, so that a start fails early.
+
+Each failure is a ConfigError or NotFound that names the thing, its value and the way out.
+"""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.cluster.config import ClusterConfig, FrontSection
+from paceline.cluster.models import BUILT_IN, get_model
+from paceline.worker.errors import ConfigError, NotFound
+
+
+def resolve_models(config: ClusterConfig, tell: Callable[[str, str, float], None]) -> ClusterConfig:
+    """The config with "auto" and relative paths resolved; models are at hand on this machine.
+
+    Raises: ConfigError, NotFound: a model that cannot be served, or a draft of another vocabulary.
+    """
+    model = _name_or_path(config.model)
+    draft = config.draft.model
+    if draft == "auto":
+        draft = _shipped_draft(config.model)
+    elif draft:
+        draft = _name_or_path(draft)
+    model_dir = _fetch(model, "model", tell)
+    if draft:
+        _check_vocabularies(model_dir, _fetch(draft, "draft", tell), config.model, draft)
+    names = config.names  # of the model as it was given, not of where it lies
+    return config.model_copy(
+        update={
+            "model": model,
+            "served_model_names": names,
+            "draft": config.draft.model_copy(update={"model": draft}),
+        }
+    )
+
+
+def check_local_ports(front: FrontSection) -> None:
+    """Raises: ConfigError: a port that a front shall listen on is taken."""
+    for i in range(front.count):
+        for base, flag in ((front.port, "--port"), (front.grpc_port, "--grpc-port")):
+            if base:
+                _check_port(front.host, base + i, flag)
+
+
+def _check_port(host: str, port: int, flag: str) -> None:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on host '{host}' port {port}: {error}; set --host to an address of "
+            "this machine"
+        ) from None
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host} cannot be used ({error.strerror}); choose another with "
+                f"{flag}, 0 for any free one, or stop the process that holds it"
+            ) from None
+
+
+def _name_or_path(name: str) -> str:
+    """A built-in name as it is; a path made absolute, since other processes run elsewhere."""
+    return name if name in BUILT_IN else str(Path(name).expanduser().absolute())
+
+
+def _shipped_draft(model: str) -> str:
+    built_in = BUILT_IN.get(model)
+    if built_in is None or built_in.draft is None:
+        have = ", ".join(name for name, known in BUILT_IN.items() if known.draft)
+        raise ConfigError(
+            f"no draft ships for model '{model}', only for: {have}; name a draft model instead of "
+            "'auto'"
+        )
+    return built_in.draft
+
+
+def _fetch(name: str, role: str, tell: Callable[[str, str, float], None]) -> Path:
+    """The checkpoint's directory. Whether it can be served its ranks find out: that takes torch."""
+    if name in BUILT_IN:
+        tell(role, "fetch", 0.0)
+        path = get_model(name, lambda stage, fraction: tell(role, stage, fraction))
+        tell(role, "ready", 1.0)
+        return path
+    path = Path(name)
+    if not path.exists():
+        raise NotFound(
+            f"{role} '{name}' is neither built in nor a directory that exists; built in are: "
+            f"{', '.join(BUILT_IN)}; or give the path of a Hugging Face directory"
+        )
+    if not path.is_dir():
+        raise ConfigError(
+            f"{role} '{name}' is not a directory; give the one that holds config.json"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{role} '{name}' has no config.json, so it is no Hugging Face directory")
+    return path
+
+
+def _check_vocabularies(model_dir: Path, draft_dir: Path, model: str, draft: str) -> None:
+    from paceline.worker.spec.vocab import vocab_hash
+
+    if vocab_hash(model_dir) != vocab_hash(draft_dir):
+        raise ConfigError(
+            f"draft '{draft}' has another vocabulary than model '{model}', so its guesses would "
+            "mean other tokens; choose a draft made for the same tokenizer"
+        )
