@@ -18,7 +18,6 @@ from paceline.worker.step import (
     StepPlan,
 )
 from paceline.worker.target.build import build_executor
-from paceline.worker.target.executor import Executor
 
 GREEDY = SamplingParams(seed=7, max_tokens=64, temperature=0.0)
 SAMPLED = SamplingParams(seed=7, max_tokens=64, temperature=0.8, top_p=0.95, top_k=40)
@@ -64,7 +63,7 @@ class SoloTarget:
     """Gives every req its own fixed pages; a draft is trusted with nothing but guesses."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._executor: Executor = build_executor(config)
+        self._executor = build_executor(config)
         self._spec = config.spec
         self._pages_per_req = -(-config.model.max_model_len // config.cache.page_size)
         self._step_id = 0
@@ -116,9 +115,7 @@ class SoloTarget:
         ]
         return drafter.propose(contexts)
 
-    def _step(
-        self, rows: Sequence[ReqStep], reqs: Sequence[TargetReq]
-    ) -> list[tuple[int, ...]]:
+    def _step(self, rows: Sequence[ReqStep], reqs: Sequence[TargetReq]) -> list[tuple[int, ...]]:
         plan = StepPlan(self._step_id, tuple(rows))
         self._step_id += 1
         sampling = [SamplingRow(r.params, r.prompt_ids, r.output_ids) for r in reqs]
@@ -127,9 +124,7 @@ class SoloTarget:
     def _prefill_row(self, req: TargetReq) -> ReqStep:
         first_page = 1 + (req.row - 1) * self._pages_per_req
         pages = tuple(PageId(first_page + i) for i in range(self._pages_per_req))
-        return ReqStep(
-            req.row, Phase.PREFILL, 0, tuple(req.prompt_ids), pages=pages, num_logits=1
-        )
+        return ReqStep(req.row, Phase.PREFILL, 0, tuple(req.prompt_ids), pages=pages, num_logits=1)
 
     def _verify_row(self, req: TargetReq, tree: DraftTree | None) -> ReqStep:
         prefix_len = len(req.prompt_ids) + len(req.output_ids) - 1

@@ -140,7 +140,6 @@ class DeviceLoop:
         for name in gone:
             self._proposer.close_target(name)
         self._answer(work)
-        self._snapshot = self._proposer.snapshot()
         return True
 
     def _has_work(self) -> bool:
@@ -162,6 +161,7 @@ class DeviceLoop:
             if latest is not None:
                 rounds.append(Round(name, latest))
                 delivers.append(deliver)
-        if rounds:
-            for deliver, proposals in zip(delivers, self._proposer.answer(rounds), strict=True):
-                deliver(proposals)
+        answers = self._proposer.answer(rounds)
+        self._snapshot = self._proposer.snapshot()
+        for deliver, proposals in zip(delivers, answers, strict=True):
+            deliver(proposals)
