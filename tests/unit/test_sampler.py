@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.kernels.registry import load_kernels
+from paceline.worker.dense_sampler import rank_dense
 from paceline.worker.errors import InternalError
 from paceline.worker.sampler import LogitRow, Sampler
 from paceline.worker.step import SamplingParams
@@ -181,3 +182,34 @@ def test_children_that_there_are_not_are_marked(sampler: Sampler, logits: torch.
     assert (probs > 0).sum(1).tolist() == [2, 1, 0, 0]
     assert (probs[probs <= 0] == -torch.inf).all()
     assert (ids[probs <= 0] == 0).all()
+
+
+# ---- tensors of an executor
+
+
+@pytest.mark.parametrize("is_chosen_inside", [True, False])
+def test_inference_tensors_are_taken(
+    sampler: Sampler, logits: torch.Tensor, is_chosen_inside: bool
+) -> None:
+    rows = [row(frequency_penalty=1.0, min_tokens=1), row(temperature=0.0)] * 3
+    expected = sampler.choose(logits, rows)
+    with torch.inference_mode():
+        made_inside = logits + 0
+    with torch.inference_mode(is_chosen_inside):
+        assert torch.equal(sampler.choose(made_inside, rows), expected)
+        assert torch.equal(
+            sampler.top_children(made_inside, rows, 3)[1], sampler.top_children(logits, rows, 3)[1]
+        )
+
+
+def test_dense_children_are_those_of_the_host(sampler: Sampler, logits: torch.Tensor) -> None:
+    """What a GPU ranks; its probabilities sum over the whole vocabulary, so only ids are equal."""
+    rows = [row(i, temperature=t, top_k=k) for i, t in enumerate((0.0, 0.8)) for k in (0, 3, 50)]
+    logits[2, :7] = -torch.inf
+    probs, ids = sampler.top_children(logits, rows, 4)
+    dense_probs, dense_ids = rank_dense(KERNELS, logits, rows, 4)
+    assert torch.equal(ids, dense_ids)
+    assert torch.equal(probs > 0, dense_probs > 0)
+    assert (dense_probs[:, :-1] >= dense_probs[:, 1:]).all()
+    broken = torch.full((1, VOCAB), -torch.inf)
+    assert (rank_dense(KERNELS, broken, [row()], 4)[0] == -torch.inf).all()

@@ -23,13 +23,13 @@ from paceline.worker.step import ReqId
 class NgramLimits:
     """How far the drafter looks, and how much it keeps.
 
-    A token of kept text costs about 0.6 KB with its keys.
+    A token of kept text costs about 0.25 KB with its keys.
     """
 
     max_window: int = 12  # a common past counts up to this many tokens
     key_lens: tuple[int, ...] = (3, 1)  # tokens of a key; the longest known key is followed
     max_places: int = 8  # latest places kept per key
-    max_tokens: int = 65_536  # of kept text
+    max_tokens: int = 131_072  # of kept text
     max_indexed_per_call: int = 2_048  # of one req, so that a long prompt stalls no step
 
 
