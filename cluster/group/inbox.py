@@ -27,6 +27,7 @@ class Inbox:
         self._changed = threading.Condition()  # guards all below
         self._sinks: dict[ReqId, Sink] = {}
         self._submitted: list[ReqState] = []
+        self._num_submitted_tokens = 0
         self._aborted: list[ReqId] = []
         self._refusal = ""
         self._is_woken = False
@@ -49,8 +50,7 @@ class Inbox:
 
     @property
     def num_submitted_tokens(self) -> int:
-        with self._changed:
-            return sum(req.num_tokens for req in self._submitted)
+        return self._num_submitted_tokens
 
     def submit(
         self,
@@ -72,16 +72,16 @@ class Inbox:
                 raise Unavailable(f"{self._refusal}; retry, another group will serve it")
             if req.req_id in self._sinks:
                 raise AlreadyExists(f"request '{req.req_id}' is waiting or running here already")
-            submitted = sum(other.num_tokens for other in self._submitted)
             admit(
                 req.num_tokens,
                 num_waiting_reqs=max(len(self._sinks) - num_running, 0),
-                num_waiting_prompt_tokens=num_waiting_tokens + submitted,
+                num_waiting_prompt_tokens=num_waiting_tokens + self._num_submitted_tokens,
                 has_room=len(self._sinks) < max_num_running,
                 limits=self._limits,
             ).raise_if_refused()
             self._sinks[req.req_id] = sink
             self._submitted.append(req)
+            self._num_submitted_tokens += req.num_tokens
             self._changed.notify_all()
 
     def abort(self, req_id: ReqId) -> bool:
@@ -115,6 +115,7 @@ class Inbox:
         """Submitted reqs and ids to abort, in order and each once."""
         with self._changed:
             submitted, self._submitted = self._submitted, []
+            self._num_submitted_tokens = 0
             aborted, self._aborted = self._aborted, []
         return submitted, list(dict.fromkeys(aborted))
 
@@ -124,7 +125,7 @@ class Inbox:
             with self._changed:
                 sink = self._sinks.get(event.req_id)
                 if event.is_last:
-                    self._sinks.pop(event.req_id, None)
+                    self._forget(event.req_id)
             if sink is None:
                 continue  # its last event is out: stop and a failure may end a req together
             try:
@@ -154,6 +155,11 @@ class Inbox:
                 # In slices, because the clock need not be the one that `wait` goes by.
                 self._changed.wait(min(left_s, 0.1))
         return True
+
+    def _forget(self, req_id: ReqId) -> None:
+        self._sinks.pop(req_id, None)
+        if req_id in self._aborted:  # too late, and not meant for the next req of this id
+            self._aborted = [other for other in self._aborted if other != req_id]
 
     def _has_work(self) -> bool:
         return bool(self._submitted or self._aborted) or self._is_woken

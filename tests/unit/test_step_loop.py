@@ -482,6 +482,19 @@ def test_a_req_id_is_taken_until_its_last_event() -> None:
     assert len(group.output("r")) == 2
 
 
+def test_an_abort_that_came_too_late_spares_the_next_req_of_its_id() -> None:
+    late: list[bool] = []
+    group = ToyGroup(on_step=lambda plan: late.append(group.loop.abort(ReqId("r"))))
+    group.submit("r", long_prompt(4), 1)
+    group.loop.step_once()
+    assert late == [True]
+    assert group.last("r").finish_reason is FinishReason.LENGTH
+    group.submit("r", long_prompt(4), 1)
+    group.loop.step_once()
+    assert group.output("r") == generate(long_prompt(4), 1)
+    assert group.last("r").finish_reason is FinishReason.LENGTH
+
+
 def test_too_many_waiting_reqs_are_refused_at_once() -> None:
     group = ToyGroup(max_num_seqs=2, limits=AdmissionLimits(max_waiting_reqs=3))
     for i in range(3):
