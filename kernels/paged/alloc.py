@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.kernels.checks import check_dtype
 
-BLOCK = 512
+BLOCK = 1024
 
 
 @triton.jit
