@@ -59,7 +59,10 @@ LLAMA3: Json = {
     [
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
         {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
-        {"rope_theta": None, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+        {
+            "rope_theta": None,
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
+        },
     ],
 )
 def test_all_spellings_of_rope_scaling_are_read(model: Path, changes: Json) -> None:
@@ -118,7 +121,7 @@ def test_what_cannot_be_served_is_refused_with_its_reason(
 
 
 def test_a_context_beyond_the_models_is_refused_with_the_limit(model: Path) -> None:
-    with pytest.raises(ConfigError, match="max_model_len is 513.*has 512 positions"):
+    with pytest.raises(ConfigError, match=r"max_model_len is 513.*has 512 positions"):
         load_model_config(model, max_model_len=513)
 
 

@@ -34,15 +34,17 @@ def test_tensors_come_in_the_dtype_asked_for(model: Path) -> None:
 
 
 def test_a_missing_tensor_is_named(model: Path) -> None:
-    with WeightReader(model, torch.float32) as reader:
-        with pytest.raises(ConfigError, match=r"lacks the tensor 'lm_head\.weight'"):
-            reader.read("lm_head.weight", (264, 72))
+    missing = pytest.raises(ConfigError, match=r"lacks the tensor 'lm_head\.weight'")
+    with WeightReader(model, torch.float32) as reader, missing:
+        reader.read("lm_head.weight", (264, 72))
 
 
 def test_a_wrong_shape_names_both(model: Path) -> None:
-    with WeightReader(model, torch.float32) as reader:
-        with pytest.raises(ConfigError, match=r"shape \[72, 96\], but config\.json makes it \[72, 8\]"):
-            reader.read(NAME, (72, 8))
+    wrong = pytest.raises(
+        ConfigError, match=r"shape \[72, 96\], but config\.json makes it \[72, 8\]"
+    )
+    with WeightReader(model, torch.float32) as reader, wrong:
+        reader.read(NAME, (72, 8))
 
 
 def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:

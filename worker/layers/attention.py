@@ -20,6 +20,7 @@ class Attention:
         self._num_heads = len(heads.queries)
         self._num_kv_heads = len(heads.kvs)
         self._head_dim = head_dim
+        self._split = [self._num_heads, self._num_kv_heads, self._num_kv_heads]
         self._scale = head_dim**-0.5
         self._kernels = kernels
 
@@ -30,7 +31,7 @@ class Attention:
         kernels = self._kernels
         num_q, num_kv = self._num_heads, self._num_kv_heads
         qkv = self._qkv(x).view(-1, num_q + 2 * num_kv, self._head_dim)
-        q, k, v = torch.split(qkv, (num_q, num_kv, num_kv), dim=1)
+        q, k, v = torch.split(qkv, self._split, dim=1)
         q, k = kernels.apply_rotary(q, k, cos_sin, None)
         kernels.store_kv(k, v, k_cache, v_cache, batch.out_cache_loc)
         if batch.extend is None:

@@ -71,8 +71,8 @@ def connect(
     except (RuntimeError, OSError) as error:
         raise Unavailable(
             f"{where}: rendezvous at {config.rendezvous} failed or outlasted "
-            f"{config.timeout_s:g} s: {describe(error)}; are all {config.tp_size} ranks running, and can "
-            "they reach that address?"
+            f"{config.timeout_s:g} s: {describe(error)}; are all {config.tp_size} ranks running, "
+            "and can they reach that address?"
         ) from error
     log.info(
         "joined group tp_rank=%d tp_size=%d backend=%s rendezvous=%s",
@@ -81,9 +81,7 @@ def connect(
     return TorchCollective(group, store, device, config.timeout_s)
 
 
-def _make_group(
-    config: ParallelConfig, store: Store, address: str, timeout: timedelta
-) -> Backend:
+def _make_group(config: ParallelConfig, store: Store, address: str, timeout: timedelta) -> Backend:
     if config.backend == "nccl":
         if not dist.is_nccl_available():
             raise ConfigError("backend is 'nccl', but this torch has none; use 'gloo'")

@@ -35,9 +35,7 @@ class TorchCollective(Collective):
     timeout_s: of one operation.
     """
 
-    def __init__(
-        self, group: Backend, store: Store, device: str, timeout_s: float
-    ) -> None:
+    def __init__(self, group: Backend, store: Store, device: str, timeout_s: float) -> None:
         self.tp_rank = int(group.rank())
         self.tp_size = int(group.size())
         self._group = group
