@@ -129,5 +129,5 @@ def test_an_owned_page_that_no_req_lists_is_reported_as_orphaned() -> None:
     pages.grow(ReqId("a"), 4)
     pages.pages_of(ReqId("a")).pop()
     assert pages.counts().num_orphaned == 1
-    with pytest.raises(AssertionError, match="owners"):
+    with pytest.raises(AssertionError, match="owned by nobody"):
         pages.check()
