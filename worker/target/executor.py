@@ -45,7 +45,8 @@ class Executor:
         clock: Clock | None = None,
     ) -> None:
         self.config = config
-        self.sampler = Sampler(runner.kernels, config.model.vocab_size)
+        model = config.model
+        self.sampler = Sampler(runner.kernels, model.vocab_size, model.eos_token_ids)
         self._runner = runner
         self._collective = collective
         self._clock = clock or SystemClock()
