@@ -28,8 +28,8 @@ class _Section(BaseModel):
 class TargetSection(_Section):
     """The model's copies."""
 
-    groups: int = Field(1, ge=1, le=1024)
-    tensor_parallel_size: int = Field(1, ge=1, le=1024)
+    groups: int = Field(default=1, ge=1, le=1024)
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
 
 
 class DraftSection(_Section):
@@ -38,13 +38,13 @@ class DraftSection(_Section):
     method: Literal["none", "ngram", "standalone"] = "none"
     model: str = ""
     placement: Literal["decoupled", "colocated"] = "decoupled"
-    groups: int = Field(1, ge=1, le=1024)
-    tensor_parallel_size: int = Field(1, ge=1, le=1024)
-    num_steps: int = Field(4, ge=1, le=64)  # depth
-    topk: int = Field(1, ge=1, le=64)  # branches kept per depth
+    groups: int = Field(default=1, ge=1, le=1024)
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    num_steps: int = Field(default=4, ge=1, le=64)  # depth
+    topk: int = Field(default=1, ge=1, le=64)  # branches kept per depth
     # Nodes of a tree with its root; 0 takes num_steps * topk + 1.
-    num_draft_tokens: int = Field(0, ge=0, le=1024)
-    timeout_s: float = Field(1.0, gt=0)  # how long a step waits for proposals at most
+    num_draft_tokens: int = Field(default=0, ge=0, le=1024)
+    timeout_s: float = Field(default=1.0, gt=0)  # how long a step waits for proposals at most
     fallback: Literal["none", "ngram"] = "none"  # what guesses while no draft answers
 
     @model_validator(mode="after")
@@ -78,15 +78,17 @@ class DraftSection(_Section):
 
 class CacheSection(_Section):
     page_size: Literal[1, 16, 32, 64] = 16
-    num_pages: int = Field(0, ge=0)  # 0 sizes the pool from free memory
-    max_bytes: int = Field(0, ge=0)  # of the pool per rank when sized; 0 is the default limit
+    num_pages: int = Field(default=0, ge=0)  # 0 sizes the pool from free memory
+    max_bytes: int = Field(
+        default=0, ge=0
+    )  # of the pool per rank when sized; 0 is the default limit
     enable_prefix_caching: bool = True
 
 
 class SchedulerSection(_Section):
-    max_num_seqs: int = Field(32, ge=1, le=4096)
-    max_num_batched_tokens: int = Field(2048, ge=1)
-    chunked_prefill_size: int = Field(512, ge=0)  # 0 computes whole prompts
+    max_num_seqs: int = Field(default=32, ge=1, le=4096)
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    chunked_prefill_size: int = Field(default=512, ge=0)  # 0 computes whole prompts
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "SchedulerSection":
@@ -101,15 +103,17 @@ class SchedulerSection(_Section):
 class QueueSection(_Section):
     """Bounds of the deployment's one queue; what is over them is refused at once."""
 
-    max_num_reqs: int = Field(256, ge=1)
-    max_num_tokens: int = Field(262_144, ge=1)  # prompt tokens of all waiting requests
+    max_num_reqs: int = Field(default=256, ge=1)
+    max_num_tokens: int = Field(default=262_144, ge=1)  # prompt tokens of all waiting requests
 
 
 class FrontSection(_Section):
-    count: int = Field(1, ge=1, le=64)
+    count: int = Field(default=1, ge=1, le=64)
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)  # HTTP; 0 takes a free one; front i listens on port + i
-    grpc_port: int = Field(50051, ge=0, le=65535)
+    port: int = Field(
+        default=8000, ge=0, le=65535
+    )  # HTTP; 0 takes a free one; front i listens on port + i
+    grpc_port: int = Field(default=50051, ge=0, le=65535)
     api_keys: tuple[str, ...] = ()
     admin_api_keys: tuple[str, ...] = ()
     ssl_keyfile: str = ""
@@ -128,21 +132,27 @@ class FrontSection(_Section):
 
 class RaySection(_Section):
     address: str = ""  # of a running cluster; empty starts one on this machine
-    namespace: str = Field(DEFAULT_NAMESPACE, min_length=1)
-    num_cpus: int = Field(0, ge=0)  # that the cluster started here offers; 0 counts the machine's
+    namespace: str = Field(default=DEFAULT_NAMESPACE, min_length=1)
+    num_cpus: int = Field(
+        default=0, ge=0
+    )  # that the cluster started here offers; 0 counts the machine's
     # Logical CPUs of one rank: what placement counts, not a limit on its threads.
-    num_cpus_per_rank: float = Field(0.5, ge=0)
-    threads_per_rank: int = Field(0, ge=0)  # 0 shares a node's CPUs among the ranks of a group
-    placement_timeout_s: float = Field(300.0, gt=0)
-    start_timeout_s: float = Field(900.0, gt=0)  # of one group, once placed
-    shutdown_timeout_s: float = Field(30.0, ge=0)
+    num_cpus_per_rank: float = Field(default=0.5, ge=0)
+    threads_per_rank: int = Field(
+        default=0, ge=0
+    )  # 0 shares a node's CPUs among the ranks of a group
+    placement_timeout_s: float = Field(default=300.0, gt=0)
+    start_timeout_s: float = Field(default=900.0, gt=0)  # of one group, once placed
+    shutdown_timeout_s: float = Field(default=30.0, ge=0)
 
 
 class ClusterConfig(_Section):
     model: str = Field(min_length=1)  # a built-in name or a Hugging Face directory
     served_model_names: tuple[str, ...] = ()  # empty takes the model's own name
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    max_model_len: int = Field(0, ge=0)  # tokens of prompt and output; 0 takes the checkpoint's
+    max_model_len: int = Field(
+        default=0, ge=0
+    )  # tokens of prompt and output; 0 takes the checkpoint's
     kernels: Literal["auto", "reference", "triton", "sgl"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     target: TargetSection = TargetSection()

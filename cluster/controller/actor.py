@@ -214,7 +214,7 @@ async def _attach(action: AttachDraft) -> None:
         epoch=action.epoch,
     )
     async with grpc.aio.insecure_channel(action.address, options=client_options()) as channel:
-        stub: "AdminServiceAsyncStub" = AdminServiceStub(channel)
+        stub: AdminServiceAsyncStub = AdminServiceStub(channel)
         while True:
             try:
                 await stub.AttachDraft(request, timeout=_ATTACH_TIMEOUT_S)

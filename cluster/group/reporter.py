@@ -59,7 +59,7 @@ class Reporter:
             try:
                 address = await self._resolve_controller()
                 async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
-                    stub: "ControllerServiceAsyncStub" = ControllerServiceStub(channel)
+                    stub: ControllerServiceAsyncStub = ControllerServiceStub(channel)
                     call = stub.Report(self._reports())
                     async for response in call:
                         was_lost = False
