@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.skips import NEEDS_GPU, SkipReport
 import tests.device  # noqa: F401  # before anything that imports triton
+from paceline.cluster.models import get_model
+from tests.skips import NEEDS_GPU, SkipReport
 from tests.tiny import make_tiny_model
 
 _TIERS = ("dist", "chaos", "kernels", "models")
@@ -47,3 +48,15 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_layers=1,
         seed=1,
     )
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The built-in target, from the user's model cache: `make test` has put it there."""
+    return get_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_draft() -> Path:
+    """The draft that is shipped for it."""
+    return get_model("smollm2-135m-draft")
