@@ -98,6 +98,18 @@ def test_a_burst_is_spread_over_groups() -> None:
     assert sorted(a.group_id for a in assignments) == ["a", "a", "a", "b", "b", "b"]
 
 
+def test_seats_pages_and_prompt_tokens_are_charged_within_a_round() -> None:
+    waiting = [req(f"r{i}", 10, max_tokens=2, arrival_s=float(i)) for i in range(6)]
+
+    def num_sent(group: GroupLoad) -> int:
+        return len(dispatch(waiting, [group], 6.0, POLICY))
+
+    assert num_sent(load("a")) == 6
+    assert num_sent(load("a", num_running_reqs=5, max_num_reqs=8)) == 3
+    assert num_sent(load("a", num_free_pages=8)) == 2
+    assert num_sent(load("a", num_pending_prefill_tokens=165)) == 3
+
+
 def test_nothing_goes_to_a_draining_group_or_past_its_deadline() -> None:
     assert dispatch([req("r")], [load("a", draining=True)], 0.0, POLICY) == []
     assert dispatch([req("r", deadline_s=5.0)], [load("a")], 5.0, POLICY) == []
@@ -144,13 +156,14 @@ REQS = st.lists(
     st.builds(
         req,
         st.uuids().map(str),
-        st.integers(1, 250),
+        st.one_of(st.integers(1, 30), st.integers(1, 250)),
         max_tokens=st.integers(1, 64),
         priority=st.integers(-1, 1),
         deadline_s=st.none() | st.floats(0, 40, allow_nan=False),
         prefix_hash=st.integers(0, 3),
         arrival_s=st.floats(0, 20, allow_nan=False),
     ),
+    min_size=2,
     max_size=12,
     unique_by=lambda r: r.req_id,
 )
@@ -158,13 +171,13 @@ LOADS = st.lists(
     st.builds(
         load,
         st.sampled_from("abcdef"),
-        st.integers(0, 80),
+        st.integers(0, 100),
         page_size=st.sampled_from([1, 4, 16]),
-        num_pages=st.integers(80, 100),
+        num_pages=st.just(100),
         num_running_reqs=st.integers(0, 5),
         max_num_reqs=st.integers(1, 6),
-        num_pending_prefill_tokens=st.integers(0, 300),
-        draining=st.booleans(),
+        num_pending_prefill_tokens=st.sampled_from([0, 0, 20, 150, 300]),
+        draining=st.sampled_from([False, False, False, True]),
         prefix_hashes=st.frozensets(st.integers(1, 3), max_size=2),
     ),
     max_size=4,
