@@ -1,13 +1,10 @@
 """`paceline models`: what is built in, fetch it, where it lies."""
 
-import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
 
 app = typer.Typer(help="The built-in models and the cache they are kept in.", no_args_is_help=True)
 
@@ -37,11 +34,13 @@ def get_models(
     ] = None,
 ) -> None:
     """Put built-in models into the cache and print their directories. Harmless to repeat."""
+    from paceline.cluster.cli.progress import StartProgress
     from paceline.cluster.models import get_model
 
     for name in names:
-        with ProgressLine(name) as progress:
-            path = get_model(name, progress.show, dtype=dtype, source=source)
+        with StartProgress() as progress:
+            show = partial(progress.tell, name)
+            path = get_model(name, show, dtype=dtype, source=source)
         typer.echo(path)
 
 
@@ -58,45 +57,3 @@ def print_path(
     if not is_cached(name, dtype=dtype):
         raise NotFound(f"'{name}' is not in the cache; run `paceline models get {name}`")
     typer.echo(path)
-
-
-class ProgressLine:
-    """Work under way, on stderr: a bar on a terminal, elsewhere a line per stage."""
-
-    def __init__(self, title: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        self._title = title
-        self._is_bar = console.is_terminal
-        self._stage = ""
-        self._task: TaskID | None = None
-        self._bar = Progress(
-            TextColumn("{task.fields[title]}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
-
-    def __enter__(self) -> "ProgressLine":
-        if self._is_bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self._is_bar:
-            self._bar.stop()
-
-    def show(self, what: str, fraction: float) -> None:
-        if self._is_bar:
-            if self._task is None:
-                self._task = self._bar.add_task("", total=1.0, title=self._title)
-            self._bar.update(self._task, description=what, completed=fraction)
-            return
-        stage = what.partition(":")[0]  # what follows a colon counts within the stage
-        if stage != self._stage:
-            print(f"{self._title}: {stage}", file=sys.stderr, flush=True)
-            self._stage = stage
