@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.cluster.group.req_table import StepRow
+from paceline.cluster.group.step_rows import StepRow
 from paceline.worker.spec.drafter import DraftContext, Drafter
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import ReqId

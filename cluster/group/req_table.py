@@ -1,14 +1,15 @@
 """ReqTable: the waiting and running reqs of one group, their rows and their pages. Pure.
 
-The step loop drives it: `add`, then `plan`, `build`, `apply` once per step; `end` takes a req out
+The step loop drives it: `add`, then `plan` and `apply` once per step; `end` takes a req out
 whatever it is doing. It knows no threads, clocks, executors or drafters.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.cluster.group.req_state import ReqEvent, ReqState
+from paceline.cluster.group.step_rows import BuiltStep, StepRow
 from paceline.cluster.scheduling.planner import (
     AdmissibleReq,
     PlanLimits,
@@ -21,14 +22,11 @@ from paceline.worker.cache.req_pages import PageCounts, ReqPages
 from paceline.worker.config import CacheConfig, SchedulerConfig
 from paceline.worker.errors import InternalError
 from paceline.worker.spec.commit import CommitResult, commit_tokens
-from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import (
     Phase,
     ReqId,
     ReqStep,
     RowResult,
-    SamplingRow,
-    StepPlan,
     StepReply,
 )
 
@@ -37,25 +35,9 @@ MAX_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class StepRow:
-    """A planned row and its req."""
-
-    req: ReqState
-    num_tokens: int  # nodes with the root at most when it decodes, else of its prompt
-    is_decoding: bool
-
-
-@dataclass(frozen=True, slots=True)
 class NextStep:
     rows: list[StepRow]
     preempted: tuple[ReqId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltStep:
-    plan: StepPlan
-    sampling: list[SamplingRow | None]
-    rows: list[StepRow]  # in the order of the plan
 
 
 class ReqTable:
@@ -101,10 +83,6 @@ class ReqTable:
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def num_waiting_prompt_tokens(self) -> int:
@@ -198,18 +176,6 @@ class ReqTable:
             self._pages.grow(admitted.req_id, admitted.num_tokens)
         return NextStep([self._take_row(row) for row in step.rows], step.preempted)
 
-    def build(
-        self, step_id: int, rows: Sequence[StepRow], trees: Mapping[ReqId, DraftTree]
-    ) -> BuiltStep:
-        """The plan of planned rows, with a draft tree behind some of those that decode."""
-        built = [(row, self._build_row(row, trees.get(row.req.req_id))) for row in rows]
-        built.sort(key=lambda pair: _PHASE_ORDER[pair[1].phase])
-        return BuiltStep(
-            plan=StepPlan(step_id, tuple(step for _, step in built)),
-            sampling=[row.req.sampling if step.num_logits else None for row, step in built],
-            rows=[row for row, _ in built],
-        )
-
     def apply(self, step: BuiltStep, reply: StepReply, now_s: float) -> list[ReqEvent]:
         """Commits what came of a step; finished reqs are gone when it returns.
 
@@ -222,6 +188,7 @@ class ReqTable:
             )
         events: list[ReqEvent] = []
         for row, req_step, result in zip(step.rows, step.plan.rows, reply.rows, strict=True):
+            row.req.num_written_pages = len(row.pages)
             if not row.is_decoding:
                 self._advance_prefill(row.req, len(req_step.input_ids))
             if req_step.num_logits == 0:
@@ -320,39 +287,7 @@ class ReqTable:
     def _take_row(self, row: PlannedRow) -> StepRow:
         req = self._running[row.req_id]
         self._pages.grow(row.req_id, req.num_computed_tokens + row.num_tokens)
-        return StepRow(req, row.num_tokens, row.is_decoding)
-
-    def _build_row(self, row: StepRow, tree: DraftTree | None) -> ReqStep:
-        req = row.req
-        start = req.num_computed_tokens
-        parents: tuple[int, ...] | None = None
-        num_logits = -1
-        if not row.is_decoding:
-            phase = Phase.PREFILL
-            input_ids = req.ids_between(start, start + row.num_tokens)
-            num_logits = 1 if start + row.num_tokens == req.num_tokens else 0
-        elif tree is None or tree.num_nodes == 1 or row.num_tokens == 1:
-            phase = Phase.DECODE
-            input_ids = (req.output_ids[-1],)
-        else:
-            phase = Phase.VERIFY
-            if tree.num_nodes > row.num_tokens:
-                tree = tree.truncate(row.num_tokens)
-            input_ids = (req.output_ids[-1], *tree.token_ids)
-            parents = (-1, *tree.parents)
-        page_start = req.num_written_pages
-        pages = tuple(self._pages.pages_of(req.req_id)[page_start:])
-        req.num_written_pages += len(pages)
-        return ReqStep(
-            req_pool_index=req.req_pool_index,
-            phase=phase,
-            prefix_len=start,
-            input_ids=input_ids,
-            page_start=page_start,
-            pages=pages,
-            parents=parents,
-            num_logits=num_logits,
-        )
+        return StepRow(req, self._pages.pages_of(row.req_id), row.num_tokens, row.is_decoding)
 
     def _advance_prefill(self, req: ReqState, num_tokens: int) -> None:
         req.num_computed_tokens += num_tokens
@@ -395,9 +330,6 @@ class ReqTable:
             eos_token_ids=self._eos_token_ids,
             max_model_len=self.max_model_len,
         )
-
-
-_PHASE_ORDER = {Phase.DECODE: 0, Phase.VERIFY: 1, Phase.PREFILL: 2}
 
 
 def _last_event(

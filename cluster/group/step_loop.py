@@ -18,7 +18,8 @@ from paceline.cluster.group.req_state import (
     ReqReceipt,
     ReqState,
 )
-from paceline.cluster.group.req_table import BuiltStep, ReqTable, StepRow
+from paceline.cluster.group.req_table import ReqTable
+from paceline.cluster.group.step_rows import BuiltStep, StepRow, build_step
 from paceline.cluster.scheduling.admission import AdmissionLimits
 from paceline.cluster.scheduling.dispatch import GroupLoad
 from paceline.worker.clock import Clock, SystemClock
@@ -249,8 +250,7 @@ class StepLoop:
     def _compute(self, rows: Sequence[StepRow]) -> None:
         trees = self._drafting.propose(rows)
         self._step_id += 1
-        with self._table_lock:
-            step = self._table.build(self._step_id, rows, trees)
+        step = build_step(self._step_id, rows, trees)
         try:
             reply = self._executor.execute(step.plan, step.sampling)
         except Exception as error:  # whatever a device or a peer rank raises ends this group alone
