@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +23,10 @@ def is_ours(name: str) -> bool:
     return any(Path(place).is_relative_to(ROOT) for place in places if place)
 
 
-def python(code: str, *arguments: str) -> str:
+def python(code: str, *arguments: str, cwd: Path | None = None) -> str:
     result = subprocess.run(
         [sys.executable, "-c", code, *arguments],
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=100,
@@ -57,6 +59,38 @@ def test_help_and_lists_load_none_of_the_heavy_packages(arguments: list[str]) ->
     )
     modules = python(code, *arguments).rpartition("MODULES")[2].split()
     assert set(modules) & set(HEAVY) == set()
+
+
+IN_A_WORKER = """
+import importlib.util, json
+import ray
+from paceline.cluster.config import load_config
+from paceline.cluster.launch import _RaySession
+
+config = load_config(None, {"model": "none", "ray.num_cpus": 1, "ray.namespace": "test-imports"})
+session = _RaySession(config, lambda process, stage, fraction: None)
+
+@ray.remote
+def places(names):
+    import paceline.kernels.api
+    specs = [importlib.util.find_spec(name) for name in names]
+    return [[s.origin or "", *(s.submodule_search_locations or ())] for s in specs if s]
+
+session.open()
+try:
+    found = ray.get(places.remote(%r), timeout=60)
+finally:
+    session.close()
+print("PLACES", json.dumps(sum(found, [])))
+"""
+
+
+@pytest.mark.dist
+def test_our_folders_are_not_top_level_packages_in_a_ray_worker() -> None:
+    """Started from here: Ray would put this folder first on its workers' path."""
+    said = python(IN_A_WORKER % (FOLDERS,), cwd=ROOT)
+    places = json.loads(said.rpartition("PLACES")[2])
+    assert [place for place in places if Path(place).is_relative_to(ROOT)] == []
 
 
 def test_every_module_imports() -> None:

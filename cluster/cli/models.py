@@ -6,7 +6,11 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="The built-in models and the cache they are kept in.", no_args_is_help=True)
+app = typer.Typer(
+    help="The built-in models and the cache they are kept in.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
 
 _DTYPE = typer.Option("--dtype", help="Of the weights: bfloat16, float16 or float32.")
 
