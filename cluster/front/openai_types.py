@@ -223,25 +223,21 @@ def refuse_unsupported(body: msgspec.Struct) -> None:
 
 
 def plain_prompt(body: CompletionBody) -> tuple[str | None, list[int] | None]:
-    """(text, None) or (None, ids). Raises: InvalidRequest: neither, or several prompts."""
+    """(text, None) or (None, ids). Raises: InvalidRequest: several prompts."""
     prompt = body.prompt
-    if isinstance(prompt, list):
-        ids = [item for item in prompt if isinstance(item, int)]
-        if prompt and len(ids) == len(prompt):
-            return None, ids
-        if len(prompt) > 1:
-            raise InvalidRequest(
-                f"prompt is a list of {len(prompt)} prompts; this version takes one per request: "
-                "send a string or one list of token ids",
-                "prompt",
-            )
-        first = prompt[0] if prompt else ""
-        prompt = first if isinstance(first, str) else None
-        if prompt is None:
-            return None, list(first) if isinstance(first, list) else []
-    if not prompt:
-        raise InvalidRequest("prompt is empty; send a string or a list of token ids", "prompt")
-    return prompt, None
+    if not isinstance(prompt, list):
+        return prompt, None
+    ids = [item for item in prompt if isinstance(item, int)]
+    if prompt and len(ids) == len(prompt):
+        return None, ids
+    if len(prompt) > 1:
+        raise InvalidRequest(
+            f"prompt is a list of {len(prompt)} prompts; this version takes one per request: "
+            "send a string or one list of token ids",
+            "prompt",
+        )
+    first = prompt[0] if prompt else ""
+    return (None, first) if isinstance(first, list) else (str(first), None)
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:

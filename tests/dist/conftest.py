@@ -1,6 +1,7 @@
 """A front over a scripted controller and leader, all of them real servers in the test's loop."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,15 +32,15 @@ class Front:
 LIMITS = FrontLimits(max_message_bytes=1 << 20, max_body_bytes=1 << 19, controller_wait_s=5.0)
 
 
-@pytest.fixture
-async def front(tiny_model: Path) -> AsyncIterator[Front]:
+@asynccontextmanager
+async def run_front(model_dir: Path) -> AsyncIterator[Front]:
     leader = FakeLeader()
     await leader.start()
     controller = FakeController(leader)
     await controller.start()
     settings = FrontSettings(
-        model_dir=tiny_model,
-        model=load_model_config(tiny_model),
+        model_dir=model_dir,
+        model=load_model_config(model_dir),
         resolve_controller=controller.resolve,
         served_model_names=("tiny", "tiny-alias"),
         grpc_port=0,
@@ -55,19 +56,16 @@ async def front(tiny_model: Path) -> AsyncIterator[Front]:
         httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as http,
     ):
         await poll(lambda: server.is_ready)
-        yield Front(
-            server,
-            controller,
-            leader,
-            settings,
-            address,
-            url,
-            channel,
-            GenerationServiceStub(channel),
-            http,
-        )
+        stub = GenerationServiceStub(channel)
+        yield Front(server, controller, leader, settings, address, url, channel, stub, http)
         leader.script.gate.set()
         controller.gate.set()
         await server.stop(0.0)
     await controller.stop()
     await leader.stop()
+
+
+@pytest.fixture
+async def front(tiny_model: Path) -> AsyncIterator[Front]:
+    async with run_front(tiny_model) as started:
+        yield started
