@@ -1,4 +1,7 @@
-"""Shape, stride and dtype checks shared by all sets; they read no device memory, so no sync."""
+"""Shape, stride and dtype checks for ops that address memory themselves.
+
+They read no device memory, so they cost no sync. Torch's own ops check for themselves.
+"""
 
 import torch
 from torch import Tensor

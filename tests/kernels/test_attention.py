@@ -1,5 +1,7 @@
 """Decode and extend attention against fp64, over odd shapes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -187,6 +189,32 @@ def test_stale_slots_outside_a_row_are_never_read(kernels: KernelSet, device: st
     for cache in (rows.k_cache, rows.v_cache):
         cache[~used] = float("nan")
     close(extend(kernels, rows, 0.125), expected, 1e-5)
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_one_plan_serves_every_layer(kernels: KernelSet, device: str, q_len: int) -> None:
+    rows = make_rows([q_len] * 2, [9, 6], device=device)
+    plan = kernels.plan_attention(
+        rows.qo_indptr, rows.kv_indptr, rows.kv_indices, q_lens=rows.q_lens, kv_lens=rows.kv_lens
+    )
+    layers = [rows, replace(rows, k_cache=rows.v_cache, v_cache=rows.k_cache)]
+    outs = [
+        kernels.extend_attention(
+            layer.q,
+            layer.k_cache,
+            layer.v_cache,
+            layer.qo_indptr,
+            layer.kv_indptr,
+            layer.kv_indices,
+            None,
+            None,
+            0.125,
+            plan=plan,
+        )
+        for layer in layers
+    ]
+    for layer, out in zip(layers, outs, strict=True):
+        close(out, attend_naively(layer, 0.125), 1e-5)
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(4, 3, 64), (3, 3, 32)])
