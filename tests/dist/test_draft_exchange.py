@@ -55,9 +55,18 @@ def grpc_link(address: str, model: Path, **changes: object) -> Iterator[GrpcLink
         link.shutdown()
 
 
+TREE = replace(SPEC, num_steps=3, topk=2, num_draft_tokens=8)
+
+
 @pytest.fixture(scope="module")
 def host(tiny_draft: Path) -> Iterator[DraftHost]:
     with draft_host(tiny_draft) as host:
+        yield host
+
+
+@pytest.fixture(scope="module")
+def tree_host(tiny_model: Path) -> Iterator[DraftHost]:
+    with draft_host(tiny_model, TREE) as host:
         yield host
 
 
@@ -120,6 +129,39 @@ def test_output_over_grpc_is_that_of_plain_decoding(
         assert drafter.counters().num_draft_rows > 60
         eventually(lambda: holds_nothing(host))
     target.shutdown()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_output_with_trees_over_grpc_is_that_of_plain_decoding(
+    tree_host: DraftHost, tiny_model: Path, params: SamplingParams
+) -> None:
+    target = SoloTarget(worker_config(tiny_model, spec=TREE, num_pages=256))
+    plain = target.run(PROMPTS, params)
+    with grpc_link(tree_host.address, tiny_model, spec=TREE) as link:
+        assert link.wait_until_up(10)
+        got = target.run(PROMPTS, params, LinkDrafter(link, TREE, vocab_size=VOCAB_SIZE))
+    assert [req.output_ids for req in got] == [req.output_ids for req in plain]
+    assert sum(sum(req.accept_lengths) for req in got) > 100
+    target.shutdown()
+
+
+def test_a_target_gets_trees_of_the_shape_it_asked_for(
+    tree_host: DraftHost, tiny_model: Path
+) -> None:
+    narrow = replace(SPEC, num_steps=2, topk=1, num_draft_tokens=3)
+    wide = replace(SPEC, num_steps=9, topk=9, num_draft_tokens=40)
+    trees = []
+    for spec in (narrow, wide):
+        with grpc_link(tree_host.address, tiny_model, spec=spec) as link:
+            assert link.wait_until_up(10)
+            row = CommitRow(ReqId("a"), 4, (), 0, spec.num_draft_tokens)
+            answer = link.exchange(Commit(Epoch(1), 1, (SYNC,), (row,)), 5.0)
+            assert answer is not None
+            trees.append(answer.rows[0].tree)
+    assert trees[0].is_chain
+    assert trees[0].num_nodes == 3
+    assert max(trees[1].depths()) == TREE.num_steps  # no more than the draft was started for
+    assert max(trees[1].parents.count(parent) for parent in trees[1].parents) == TREE.topk
 
 
 def test_two_targets_use_one_draft_and_the_same_req_ids(host: DraftHost, tiny_model: Path) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paceline.worker.draft.proposer import Proposer, ProposerSnapshot, Round
+from paceline.worker.draft.proposer import Proposer, ProposerSnapshot, Round, TreeShape
 from paceline.worker.errors import PacelineError
 from paceline.worker.link.base import Commit, Proposals
 from paceline.worker.step import ReqId
@@ -27,6 +27,7 @@ class ClosedReqs:
 
 @dataclass(slots=True)
 class _Target:
+    shape: TreeShape
     deliver: Callable[[Proposals], None]
     make_room: Callable[[], None]
     waiting: list[Commit | ClosedReqs] = field(default_factory=list)
@@ -42,7 +43,7 @@ class DeviceLoop:
         proposer: Proposer,
         *,
         on_failure: Callable[[BaseException], None],
-        heartbeat_s: float = 5.0,
+        heartbeat_s: float = 1.0,
     ) -> None:
         """`on_failure` is called once, on the device thread, when the device is lost. An idle loop
         sends the group's followers a sign of life every `heartbeat_s`."""
@@ -59,13 +60,17 @@ class DeviceLoop:
         self._thread.start()
 
     def open(
-        self, target: str, deliver: Callable[[Proposals], None], make_room: Callable[[], None]
+        self,
+        target: str,
+        shape: TreeShape,
+        deliver: Callable[[Proposals], None],
+        make_room: Callable[[], None],
     ) -> None:
-        """Both are called on the device thread and must not block; `make_room` after a refused
-        `submit`, when the next may succeed."""
+        """Both functions are called on the device thread and must not block; `make_room` when a
+        `submit` was refused and the next may succeed."""
         with self._changed:
             assert target not in self._targets
-            self._targets[target] = _Target(deliver, make_room)
+            self._targets[target] = _Target(shape, deliver, make_room)
 
     def submit(self, target: str, item: Commit | ClosedReqs) -> bool:
         """False when too much waits already. A target that has ended is ignored."""
@@ -124,7 +129,7 @@ class DeviceLoop:
             for name in gone:
                 del self._targets[name]
             work = [
-                (name, state.deliver, list(state.waiting))
+                (name, state, list(state.waiting))
                 for name, state in self._targets.items()
                 if state.waiting
             ]
@@ -145,12 +150,10 @@ class DeviceLoop:
     def _has_work(self) -> bool:
         return any(state.waiting or state.is_gone for state in self._targets.values())
 
-    def _answer(
-        self, work: list[tuple[str, Callable[[Proposals], None], list[Commit | ClosedReqs]]]
-    ) -> None:
+    def _answer(self, work: list[tuple[str, _Target, list[Commit | ClosedReqs]]]) -> None:
         rounds: list[Round] = []
         delivers: list[Callable[[Proposals], None]] = []
-        for name, deliver, items in work:
+        for name, state, items in work:
             latest: Commit | None = None
             for item in items:
                 if isinstance(item, ClosedReqs):
@@ -159,8 +162,8 @@ class DeviceLoop:
                     self._proposer.apply(name, item)
                     latest = item
             if latest is not None:
-                rounds.append(Round(name, latest))
-                delivers.append(deliver)
+                rounds.append(Round(name, latest, state.shape))
+                delivers.append(state.deliver)
         answers = self._proposer.answer(rounds)
         self._snapshot = self._proposer.snapshot()
         for deliver, proposals in zip(delivers, answers, strict=True):

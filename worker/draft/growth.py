@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.worker.config import SpecConfig
 from paceline.worker.draft.reqs import DraftReq, ReqKey
 from paceline.worker.draft.step_runner import StepRunner
 from paceline.worker.sampler import LogitRow, Sampler
@@ -22,29 +21,39 @@ from paceline.worker.step import Phase
 
 
 @dataclass(frozen=True, slots=True)
-class Sprout:
-    """A req that has caught up: `depth` levels are wanted, `num_nodes` nodes with the root."""
+class Wanted:
+    """The tree to grow for a req: levels below the root, branches, nodes with the root."""
 
     req: DraftReq
     depth: int
+    topk: int
     num_nodes: int
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that growth writes behind the root; the last level is not computed."""
+        return self.topk * (self.depth - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sprout:
+    """A req that has caught up."""
+
+    want: Wanted
     logits: Tensor  # [1, V] behind the root
 
 
-def num_growth_slots(spec: SpecConfig, depth: int) -> int:
-    """Slots that growth writes behind a root; the last level is not computed."""
-    return spec.topk * (depth - 1)
-
-
 def grow(
-    sprouts: Sequence[Sprout], topk: int, sampler: Sampler, runner: StepRunner
+    sprouts: Sequence[Sprout], sampler: Sampler, runner: StepRunner
 ) -> dict[ReqKey, DraftTree]:
-    """A tree of each req; one forward of the batch for each level after the first."""
+    """A tree of each req; one forward for each level after the first, and for each topk."""
     sound = [sprout for sprout in sprouts if _is_finite(sprout.logits)]
-    if topk == 1:
-        return _grow_chains([_Chain(sprout, sprout.logits) for sprout in sound], sampler, runner)
-    bushes = [_Bush(sprout, sprout.logits, paths=[()] * topk) for sprout in sound]
-    return _grow_bushes(bushes, topk, sampler, runner)
+    chains = [_Chain(s.want, s.logits) for s in sound if s.want.topk == 1]
+    trees = _grow_chains(chains, sampler, runner)
+    for topk in {s.want.topk for s in sound} - {1}:
+        bushes = [_Bush(s.want, s.logits, [()] * topk) for s in sound if s.want.topk == topk]
+        trees |= _grow_bushes(bushes, topk, sampler, runner)
+    return trees
 
 
 def _is_finite(logits: Tensor) -> bool:
@@ -57,13 +66,13 @@ def _is_finite(logits: Tensor) -> bool:
 
 @dataclass(slots=True)
 class _Chain:
-    sprout: Sprout
+    want: Wanted
     logits: Tensor  # [1, V] behind the last token
     path: list[int] = field(default_factory=list)
 
     @property
     def is_grown(self) -> bool:
-        return len(self.path) == self.sprout.depth or not _is_finite(self.logits)
+        return len(self.path) == self.want.depth or not _is_finite(self.logits)
 
 
 def _grow_chains(
@@ -71,7 +80,7 @@ def _grow_chains(
 ) -> dict[ReqKey, DraftTree]:
     growing = list(chains)
     while growing:
-        rows = [_logit_row(chain.sprout.req, tuple(chain.path)) for chain in growing]
+        rows = [_logit_row(chain.want.req, tuple(chain.path)) for chain in growing]
         logits = torch.cat([chain.logits for chain in growing])  # [n, V]
         for chain, token in zip(growing, sampler.choose(logits, rows).tolist(), strict=True):
             chain.path.append(token)
@@ -79,18 +88,18 @@ def _grow_chains(
         if growing:
             _compute_tips(growing, runner)
             growing = [chain for chain in growing if not chain.is_grown]
-    return {chain.sprout.req.key: DraftTree.chain(chain.path) for chain in chains}
+    return {chain.want.req.key: DraftTree.chain(chain.path) for chain in chains}
 
 
 def _compute_tips(chains: Sequence[_Chain], runner: StepRunner) -> None:
     rows = []
     for chain in chains:
-        req = chain.sprout.req
+        req = chain.want.req
         prefix_len = len(req.ids) + len(chain.path) - 1
         rows.append(runner.make_row(req, Phase.DECODE, prefix_len, (chain.path[-1],)))
     for chain, logits in zip(chains, runner.forward(rows), strict=True):
         chain.logits = logits
-        chain.sprout.req.guessed_ids = list(chain.path)
+        chain.want.req.guessed_ids = list(chain.path)
 
 
 # ---- several branches
@@ -100,7 +109,7 @@ def _compute_tips(chains: Sequence[_Chain], runner: StepRunner) -> None:
 class _Bush:
     """A tree under growth: `topk` lanes, each on a node of the level last selected."""
 
-    sprout: Sprout
+    want: Wanted
     logits: Tensor  # [1, V] behind the root, then [topk, V] behind the lanes
     paths: list[tuple[int, ...]]  # tokens from below the root to each lane's node
     scores: Tensor | None = None  # [1, topk]
@@ -120,18 +129,18 @@ def _grow_bushes(
         input_ids = selection.input_ids.tolist()
         for b, bush in enumerate(growing):
             _climb(bush, selection, b, parent_lanes[b], input_ids[b], topk)
-        growing = [bush for bush in growing if len(bush.levels) < bush.sprout.depth]
+        growing = [bush for bush in growing if len(bush.levels) < bush.want.depth]
         if growing:
             _compute_lanes(growing, topk, runner)
     return {
-        bush.sprout.req.key: build_trees(bush.levels, [bush.sprout.num_nodes], topk)[0]
+        bush.want.req.key: build_trees(bush.levels, [bush.want.num_nodes], topk)[0]
         for bush in bushes
     }
 
 
 def _select(bushes: Sequence[_Bush], step: int, topk: int, sampler: Sampler) -> Selection:
     num_lanes = 1 if step == 0 else topk
-    rows = [_logit_row(bush.sprout.req, path) for bush in bushes for path in bush.paths[:num_lanes]]
+    rows = [_logit_row(bush.want.req, path) for bush in bushes for path in bush.paths[:num_lanes]]
     probs, token_ids = sampler.top_children(torch.cat([bush.logits for bush in bushes]), rows, topk)
     scores = [bush.scores for bush in bushes if bush.scores is not None]
     return select_top_k_tokens(step, probs, token_ids, torch.cat(scores) if scores else None, topk)
@@ -162,9 +171,9 @@ def _climb(
 def _compute_lanes(bushes: Sequence[_Bush], topk: int, runner: StepRunner) -> None:
     rows = [
         runner.make_row(
-            bush.sprout.req,
+            bush.want.req,
             Phase.DRAFT,
-            len(bush.sprout.req.ids),
+            len(bush.want.req.ids),
             tuple(path[-1] for path in bush.paths),
             parents=tuple(bush.node_parents),
             num_cached_nodes=len(bush.node_parents) - topk,
@@ -175,7 +184,7 @@ def _compute_lanes(bushes: Sequence[_Bush], topk: int, runner: StepRunner) -> No
         bush.logits = logits
         if len(bush.levels) == 1:
             # Node 0 stands directly behind the root, in slot and position, as in a chain.
-            bush.sprout.req.guessed_ids = [bush.paths[0][0]]
+            bush.want.req.guessed_ids = [bush.paths[0][0]]
 
 
 def _logit_row(req: DraftReq, path_ids: tuple[int, ...]) -> LogitRow:

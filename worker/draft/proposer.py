@@ -6,12 +6,13 @@ of the root are its first guess. What it cannot do (no pages, past its context, 
 too long for one round) it leaves out: a row then acknowledges its tokens and guesses nothing.
 """
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.worker.config import CacheConfig, SpecConfig, WorkerConfig
-from paceline.worker.draft.growth import Sprout, grow, num_growth_slots
+from paceline.worker.draft.growth import Sprout, Wanted, grow
 from paceline.worker.draft.reqs import DraftReq, DraftReqs, ReqKey
 from paceline.worker.draft.step_runner import DraftExecutor, StepRunner
 from paceline.worker.link.base import Commit, CommitRow, ProposalRow, Proposals
@@ -23,11 +24,18 @@ _ROOT_ONLY = DraftTree((), ())
 
 
 @dataclass(frozen=True, slots=True)
+class TreeShape:
+    num_steps: int
+    topk: int
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
-    """One target's question."""
+    """One target's question. `shape` is what its trees may have, None what the draft's have."""
 
     target: str
     commit: Commit
+    shape: TreeShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ class Proposer:
         tokens at most, so that a long prompt does not hold up the other rows."""
         self.executor = executor
         self.max_model_len = max_model_len
-        self._spec = spec
+        self._shape = TreeShape(spec.num_steps, spec.topk)
         self._max_catch_up_tokens = max_catch_up_tokens
         self._reqs = DraftReqs(
             num_pages=executor.num_pages,
@@ -99,8 +107,13 @@ class Proposer:
                 continue
             needs_sync = self.apply(round_.target, round_.commit)
             answers.append((self._known_rows(round_, needs_sync), needs_sync))
-        sprouts = self._catch_up([pair for known, _ in answers for pair in known])
-        trees = grow(sprouts, self._spec.topk, self._sampler, self._runner)
+        wanted = [
+            want
+            for round_, (known, _) in zip(rounds, answers, strict=True)
+            for row, req in known
+            if (want := self._want(round_, row, req)) is not None
+        ]
+        trees = grow(self._catch_up(wanted), self._sampler, self._runner)
         draft_us = int((time.monotonic() - started_s) * 1e6)
         return [
             Proposals(
@@ -172,42 +185,35 @@ class Proposer:
                 known[row.req_id] = (row, req)
         return list(known.values())
 
-    def _catch_up(self, rows: Sequence[tuple[CommitRow, DraftReq]]) -> list[Sprout]:
+    def _catch_up(self, wanted: Sequence[Wanted]) -> list[Sprout]:
         """One forward over committed tokens without KV, the shortest gaps first.
 
         Returns: the reqs that have caught up and may grow a tree.
         """
-        wanted = [
-            (req, depth, row.num_draft_tokens)
-            for row, req in rows
-            if (depth := self._depth(row, req)) > 0
-        ]
-        wanted.sort(key=lambda want: len(want[0].ids) - want[0].kv_len)
         budget = self._max_catch_up_tokens
         steps: list[ReqStep] = []
-        chosen: list[tuple[DraftReq, int, int]] = []
+        chosen: list[Wanted] = []
         kept: list[DraftReq] = []
-        for req, depth, num_nodes in wanted:
-            num_slots = len(req.ids) + num_growth_slots(self._spec, depth)
-            if budget == 0 or not self._reqs.reserve(req, num_slots, kept):
+        for want in sorted(wanted, key=lambda want: len(want.req.ids) - want.req.kv_len):
+            req = want.req
+            if budget == 0 or not self._reqs.reserve(req, len(req.ids) + want.num_slots, kept):
                 continue
             kept.append(req)
             extend_len = min(len(req.ids) - req.prefix_len, budget)
             budget -= extend_len
             steps.append(self._catch_up_row(req, extend_len))
-            chosen.append((req, depth, num_nodes))
+            chosen.append(want)
         if not steps:
             return []
         sprouts: list[Sprout] = []
-        for (req, depth, num_nodes), step, logits in zip(
-            chosen, steps, self._runner.forward(steps), strict=True
-        ):
+        for want, step, logits in zip(chosen, steps, self._runner.forward(steps), strict=True):
+            req = want.req
             req.kv_len = step.prefix_len + len(step.input_ids)
             req.guessed_ids.clear()
             if len(step.input_ids) > 1:
                 self._reqs.share_prefix(req)
             if step.num_logits:
-                sprouts.append(Sprout(req, depth, num_nodes, logits))
+                sprouts.append(Sprout(want, logits))
         return sprouts
 
     def _catch_up_row(self, req: DraftReq, extend_len: int) -> ReqStep:
@@ -221,24 +227,30 @@ class Proposer:
             num_logits=1 if stop == len(req.ids) else 0,
         )
 
-    def _depth(self, row: CommitRow, req: DraftReq) -> int:
-        """Levels of the tree to grow: asked for, and within the draft's own context."""
+    def _want(self, round_: Round, row: CommitRow, req: DraftReq) -> Wanted | None:
+        """The tree to grow: as asked for, and within the draft's own shape and context."""
+        shape = round_.shape or self._shape
         # A level below the first takes a forward at position len(ids), len(ids) + 1, ...
         room = self.max_model_len - len(req.ids) + 1
-        return min(self._spec.num_steps, row.num_draft_tokens - 1, room)
+        depth = min(self._shape.num_steps, shape.num_steps, row.num_draft_tokens - 1, room)
+        topk = min(self._shape.topk, shape.topk)
+        return Wanted(req, depth, topk, row.num_draft_tokens) if depth > 0 else None
 
 
 def build_proposer(
-    config: WorkerConfig, progress: Callable[[str, float], None] | None = None
+    config: WorkerConfig,
+    progress: Callable[[str, float], None] | None = None,
+    *,
+    listener: socket.socket | None = None,
 ) -> Proposer:
     """A draft rank's proposer; `config.model` is the draft's model. Ranks above 0 of a group need
-    only its `executor.follow()`.
+    only its `executor.follow()`; `listener` is rank 0's socket, as for `build_executor`.
 
     Raises: ConfigError, Unavailable: as `build_executor`.
     """
     from paceline.worker.target.build import build_executor
 
-    executor = build_executor(config, progress)
+    executor = build_executor(config, progress, listener=listener)
     scheduler = config.scheduler
     return Proposer(
         executor,

@@ -17,7 +17,7 @@ from paceline.protos.v1 import admin_pb2, admin_pb2_grpc
 from paceline.protos.v1 import speculation_pb2 as pb
 from paceline.protos.v1 import speculation_pb2_grpc as pb_grpc
 from paceline.worker.draft.device_loop import ClosedReqs, DeviceLoop
-from paceline.worker.draft.proposer import Proposer
+from paceline.worker.draft.proposer import Proposer, TreeShape
 from paceline.worker.errors import Unavailable
 from paceline.worker.link import wire
 from paceline.worker.link.base import Commit, Proposals
@@ -188,7 +188,8 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
             loop=self._loop,
         )
         self._streams[attach.target_group_id] = stream
-        self._device.open(stream.device_name, stream.deliver, stream.make_room)
+        shape = TreeShape(attach.num_steps, attach.topk)
+        self._device.open(stream.device_name, shape, stream.deliver, stream.make_room)
         log.info("target attached group=%s epoch=%d", attach.target_group_id, attach.epoch)
         return stream
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.worker.draft.reqs import DraftReq, DraftReqs
@@ -76,5 +77,5 @@ class StepRunner:
         sizes = [
             len(row.input_ids) if row.num_logits == -1 else row.num_logits for row in plan.rows
         ]
-        by_row = dict(zip(order, logits.split(sizes), strict=True))
+        by_row = dict(zip(order, torch.split(logits, sizes), strict=True))
         return [by_row[i] for i in range(len(rows))]

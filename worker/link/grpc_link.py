@@ -165,12 +165,10 @@ class GrpcLink(DraftLink):
             backoff_s = min(backoff_s * 2, self._max_backoff_s)
 
     def _run_stream(self) -> tuple[bool, bool]:
-        """One stream from connect to break. Returns whether it was up, and whether it was refused."""
+        """One stream from connect to break. Returns whether it was up, and if it was refused."""
         outbox = Outbox(self._begin_attach())
         channel = self._connect()
-        call: grpc.CallIterator[pb.SpeculateResponse] = SpeculationServiceStub(channel).Speculate(
-            outbox
-        )
+        call = SpeculationServiceStub(channel).Speculate(outbox)
         attach_timer = threading.Timer(self._attach_timeout_s, call.cancel)
         attach_timer.daemon = True
         attach_timer.start()
@@ -190,8 +188,9 @@ class GrpcLink(DraftLink):
                     self._deliver(
                         wire.proposals_from_proto(response.proposals, self._attach.vocab_size)
                     )
-        except grpc.RpcError as error:
-            refused = self._note_break(error, was_up=was_up)
+            self._note_break(grpc.StatusCode.OK, "the draft ended the stream", was_up=was_up)
+        except grpc.RpcError:
+            refused = self._note_break(call.code(), call.details() or "", was_up=was_up)
         finally:
             attach_timer.cancel()
             self._go_down()
@@ -235,10 +234,8 @@ class GrpcLink(DraftLink):
                 self._answer = proposals
                 self._changed.notify_all()
 
-    def _note_break(self, error: grpc.RpcError, *, was_up: bool) -> bool:
+    def _note_break(self, code: grpc.StatusCode, details: str, *, was_up: bool) -> bool:
         """Logs a break worth a line. Returns whether the draft refused us."""
-        assert isinstance(error, grpc.Call)
-        code, details = error.code(), error.details() or ""
         refused = not was_up and code in _REFUSALS
         if self._is_stopping:
             return refused

@@ -39,7 +39,7 @@ class LocalLink(DraftLink):
         try:
             return self._proposer.answer_one(_TARGET, commit)
         except (PacelineError, RuntimeError):
-            # RuntimeError is torch's: out of memory, a lost device. The target must not fall with it.
+            # RuntimeError is torch's: out of memory, a lost device. The target goes on.
             log.exception("draft failed, going on without it")
             self._is_up = False
             return None

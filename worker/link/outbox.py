@@ -1,4 +1,4 @@
-"""Outbox: what a stream has still to send, bounded. Any thread writes, the stream's thread reads."""
+"""Outbox: what a stream has still to send, bounded. Any thread writes, the stream's reads."""
 
 import threading
 from collections import deque
@@ -12,6 +12,8 @@ from paceline.worker.step import ReqId
 _MAX_WAITING_ROUNDS = 2
 
 _MAX_REQ_IDS_PER_MESSAGE = 4_096
+# Closed reqs that wait; a draft that is not told of one evicts it in time.
+_MAX_CLOSED_REQS = 65_536
 
 
 class Outbox(Iterator[pb.SpeculateRequest]):
@@ -32,6 +34,8 @@ class Outbox(Iterator[pb.SpeculateRequest]):
     def put_closed_reqs(self, req_ids: Iterable[ReqId]) -> None:
         with self._changed:
             self._closed_req_ids.update(dict.fromkeys(req_ids))
+            while len(self._closed_req_ids) > _MAX_CLOSED_REQS:
+                del self._closed_req_ids[next(iter(self._closed_req_ids))]
             self._changed.notify()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""CircuitBreaker: when to stop asking something that does not answer, and when to try again. Pure."""
+"""CircuitBreaker: when to stop asking what does not answer, and when to try again. Pure."""
 
 
 class CircuitBreaker:

@@ -156,7 +156,7 @@ class DraftSession:
             view.strikes = 0
 
     def _strike(self, req_id: ReqId) -> None:
-        """Begins again with a req, later each time: a row that stays bad must not cost every round."""
+        """Begins again with a req, later each time: a bad row must not cost every round."""
         if view := self._views.get(req_id):
             view.known_len = 0
             view.strikes += 1
