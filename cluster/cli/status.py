@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,7 +51,8 @@ def _print_table(
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    # A pipe has no width to fit.
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(
         f"paceline {server.version}  up {server.uptime_s:.0f} s  "
         f"model {', '.join(model.served_model_names)} ({model.dtype}, context "

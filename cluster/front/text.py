@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from paceline.cluster.front.chat_template import ChatTemplate
 from paceline.cluster.front.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -56,11 +56,12 @@ class TextCodec:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises no narrower class
             raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
+        # Limits saved with it were a training run's. Its post-processor is kept: that, and not the
+        # config's add_bos_token, says which tokens stand around a text.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         config = _read_json(path / "tokenizer_config.json")
         special = _special_tokens(config, path)
-        _follow_bos_eos_flags(tokenizer, config, special)
         source = ChatTemplate.find_source(path, config)
         template = None if source is None else ChatTemplate(source, special)
         return cls(tokenizer, chat_template=template, name=path.name)
@@ -157,21 +158,3 @@ def _special_tokens(config: dict[str, Any], path: Path) -> dict[str, str]:
         if isinstance(content, str):
             found[name] = content
     return found
-
-
-def _follow_bos_eos_flags(
-    tokenizer: Tokenizer, config: dict[str, Any], special: dict[str, str]
-) -> None:
-    """`add_bos_token` and `add_eos_token`, where written, replace the file's own post-processor."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    template = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
-    pairs = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token]
-    for token, number in pairs:
-        if number is None:
-            raise ConfigError(f"special token {token!r} is not in the tokenizer's vocabulary")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=list(dict.fromkeys(pairs))
-    )

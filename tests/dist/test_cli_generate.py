@@ -1,0 +1,63 @@
+"""`paceline generate` and `paceline status` against a real front."""
+
+import asyncio
+import json
+
+import pytest
+
+from paceline.cluster.cli import main as cli
+from tests.dist.conftest import Front
+
+
+async def run(*args: str) -> int:
+    """The command line in a thread: it starts an event loop of its own."""
+    return await asyncio.to_thread(cli.run, args)
+
+
+async def test_the_answer_goes_to_stdout_and_the_receipt_to_stderr(
+    front: Front, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ("generate", "hello", "--no-chat", "--max-tokens", "8", "--address", front.grpc_address)
+    assert await run(*args) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "hellohel\n"
+    assert "8 tokens" in captured.err
+    assert "5/8 drafts accepted" in captured.err
+
+
+async def test_a_question_is_a_chat_unless_told_otherwise(
+    front: Front, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ("generate", "hello", "--max-tokens", "24", "--address", front.grpc_address)
+    assert await run(*args) == 0
+    assert capsys.readouterr().out == "user\nhello\nassistant\n\n"
+
+
+async def test_json_is_one_object_with_the_receipt(
+    front: Front, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ("generate", "hi", "--no-chat", "--max-tokens", "4", "--seed", "9", "--json")
+    assert await run(*args, "--address", front.grpc_address) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["text"] == "hihi"
+    assert found["receipt"]["seed"] == "9"
+
+
+async def test_a_refusal_is_one_line_and_exit_2(
+    front: Front, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await run("generate", "hi", "--top-p", "7", "--address", front.grpc_address) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("paceline: top_p is 7")
+    assert captured.out == ""
+
+
+async def test_status_shows_the_groups(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run("status", "--address", front.grpc_address) == 0
+    out = capsys.readouterr().out
+    assert "target-0" in out
+    assert "75/100" in out
+    assert await run("status", "--json", "--address", front.grpc_address) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["server"]["groups"][0]["role"] == "target"
+    assert found["model"]["served_model_names"] == ["tiny", "tiny-alias"]
