@@ -20,6 +20,7 @@ class Runner:
         self.req_to_token = req_to_token
         self.kernels = kernels
 
+    @torch.inference_mode()
     def build(self, plan: StepPlan) -> Batch:
         """Writes the plan's pages into `req_to_token`; computes nothing."""
         return build_batch(plan, self.req_to_token, self.kernels)
