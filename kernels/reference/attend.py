@@ -19,6 +19,9 @@ from paceline.kernels.api import AttentionPlan
 # 2 threads: 68 us together and 204 us one by one at 128 keys each, 272 and 372 at 500, equal at
 # 1000.
 PADDING_PER_ROW = 256
+# A row in line needs no copy, which is worth a call of its own from here on: one thread, bf16, 8 rows
+# of 500 keys take 445 us one by one and 560 together (two threads: 372 and 272).
+MIN_LONE_KEYS = 384
 MAX_PADDED_KEYS = 16384  # bounds the copy of keys that a padded call makes
 # Up to this many queries, those of a KV head's group are packed into one block, so that its keys
 # are read once. Beyond it torch's own blocks are as good and the mask need not be repeated.
@@ -106,7 +109,7 @@ def plan_attention(
     for q_len, same in groupby(live, key=num_queries.__getitem__):
         groups.extend(
             _group(rows, q_starts, q_len, kv_starts, num_keys, slots, in_line, visible)
-            for rows in _batches(list(same), q_len, num_keys)
+            for rows in _batches(list(same), q_len, num_keys, in_line)
         )
     covered = sum(group.num_rows * group.q_len for group in groups)
     return RowPlan(tuple(groups), covered == sum(num_queries))
@@ -192,14 +195,18 @@ def _rows_in_line(slots: Tensor, kv_starts: list[int]) -> list[bool]:
     return same
 
 
-def _batches(rows: list[int], q_len: int, kv_lens: list[int]) -> list[list[int]]:
+def _batches(
+    rows: list[int], q_len: int, kv_lens: list[int], in_line: list[bool]
+) -> list[list[int]]:
     """Rows of equal q_len cut into what shares a call; only neighbours do."""
     if q_len > MAX_PACKED_QUERIES:
         return [[b] for b in rows]
     cut: list[list[int]] = []
     longest = total = 0
+    may_join = False
     for b in rows:
-        if cut and cut[-1][-1] == b - 1:
+        could_join, may_join = may_join, not (in_line[b] and kv_lens[b] >= MIN_LONE_KEYS)
+        if could_join and may_join and cut[-1][-1] == b - 1:
             num_rows = len(cut[-1]) + 1
             longest, total = max(longest, kv_lens[b]), total + kv_lens[b]
             padded = longest * num_rows

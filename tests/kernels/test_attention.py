@@ -224,3 +224,10 @@ def test_disagreeing_heads_are_refused(q_heads: int, kv_heads: int, head_dim: in
     cache = torch.zeros(4, kv_heads, 64)
     with pytest.raises(ValueError, match=r"heads|D of the caches"):
         check_attention(torch.zeros(1, q_heads, head_dim), cache, cache)
+
+
+def test_long_rows_in_line_beside_scattered_ones(kernels: KernelSet, device: str) -> None:
+    rows = make_rows([1] * 4, [400, 420, 5, 410], num_q_heads=2, num_kv_heads=1, device=device)
+    for start, kv_len in ((0, 400), (825, 410)):
+        rows.kv_indices[start : start + kv_len] = torch.arange(3, 3 + kv_len, device=device)
+    close(decode(kernels, rows, 0.125), attend_naively(rows, 0.125), 1e-5)
