@@ -9,7 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paceline.cluster.group.step_loop import NewReq, ReqEvent, StepLoop
-from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig, WorkerConfig
+from paceline.worker.config import (
+    CacheConfig,
+    KernelSetName,
+    SchedulerConfig,
+    SpecConfig,
+    WorkerConfig,
+)
 from paceline.worker.models.registry import load_model_config
 from paceline.worker.spec.drafter import Drafter
 from paceline.worker.spec.ngram import NgramDrafter
@@ -61,6 +67,8 @@ class Group:
         drafter: Drafter | None = None,
         spec: SpecConfig | None = None,
         max_num_seqs: int = 8,
+        kernels: KernelSetName = "reference",
+        device: str = "cpu",
     ) -> None:
         model = load_model_config(str(model_dir), max_model_len=128, dtype="float32")
         config = WorkerConfig(
@@ -72,7 +80,8 @@ class Group:
                 chunked_prefill_size=chunked_prefill_size,
             ),
             spec=spec or SpecConfig(),
-            kernels="reference",
+            kernels=kernels,
+            device=device,
         )
         self.executor = build_executor(config)
         self.loop = StepLoop(
