@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.worker.draft.proposer import Proposer, ProposerSnapshot, Round, TreeShape
-from paceline.worker.errors import PacelineError
 from paceline.worker.link.base import Commit, Proposals
 from paceline.worker.step import ReqId
 
@@ -111,7 +110,7 @@ class DeviceLoop:
         try:
             while self._turn():
                 pass
-        except (PacelineError, RuntimeError) as error:
+        except Exception as error:  # the thread's boundary: whoever waits for it must be told
             log.exception("draft device failed")
             self._on_failure(error)
         finally:

@@ -97,7 +97,7 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
         self._device.start()
         self._server = server
         await server.start()
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._set_health(is_serving=True)
         log.info("draft serving group=%s address=%s:%d", self._group_id, host, bound_port)
         return bound_port
 
@@ -105,7 +105,7 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
         """Refuses new streams, ends the open ones, and stops the device thread."""
         if self._server is None:
             return
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_health(is_serving=False)
         for stream in list(self._streams.values()):
             stream.end("the draft is shutting down")
         await self._server.stop(grace_s)
@@ -280,7 +280,9 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
 
     # ---- health
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def _set_health(self, *, is_serving: bool) -> None:
+        response = health_pb2.HealthCheckResponse
+        status = response.SERVING if is_serving else response.NOT_SERVING
         for name in ("", SERVICE_NAME):
             await self._health.set(name, status)
 
@@ -293,9 +295,7 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
         self._failure.set()
         for stream in list(self._streams.values()):
             stream.end(f"the draft's device is lost: {reason}")
-        self._health_task = asyncio.create_task(
-            self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        )
+        self._health_task = asyncio.create_task(self._set_health(is_serving=False))
 
 
 class _Stream:
