@@ -19,8 +19,8 @@ from paceline.kernels.api import AttentionPlan
 # 2 threads: 68 us together and 204 us one by one at 128 keys each, 272 and 372 at 500, equal at
 # 1000.
 PADDING_PER_ROW = 256
-# A row in line needs no copy, which is worth a call of its own from here on: one thread, bf16, 8 rows
-# of 500 keys take 445 us one by one and 560 together (two threads: 372 and 272).
+# A row in line needs no copy, which is worth a call of its own from here on: 8 rows of 500 keys, as
+# above, take one thread 445 us one by one and 560 together.
 MIN_LONE_KEYS = 384
 MAX_PADDED_KEYS = 16384  # bounds the copy of keys that a padded call makes
 # Up to this many queries, those of a KV head's group are packed into one block, so that its keys
