@@ -122,13 +122,22 @@ class PacelineClient:
 
     async def abort(self, request_id: str) -> bool:
         request = generation_pb2.AbortRequest(request_id=request_id)
-        return (await self._unary(self.stub.Abort, request)).found
+        reply: generation_pb2.AbortResponse = await self._unary(self.stub.Abort, request)
+        return reply.found
 
     async def model_info(self) -> generation_pb2.GetModelInfoResponse:
-        return await self._unary(self.stub.GetModelInfo, generation_pb2.GetModelInfoRequest())
+        request = generation_pb2.GetModelInfoRequest()
+        info: generation_pb2.GetModelInfoResponse = await self._unary(
+            self.stub.GetModelInfo, request
+        )
+        return info
 
     async def server_info(self) -> generation_pb2.GetServerInfoResponse:
-        return await self._unary(self.stub.GetServerInfo, generation_pb2.GetServerInfoRequest())
+        request = generation_pb2.GetServerInfoRequest()
+        info: generation_pb2.GetServerInfoResponse = await self._unary(
+            self.stub.GetServerInfo, request
+        )
+        return info
 
     def _error(self, error: grpc.aio.AioRpcError) -> PacelineError:
         ours = from_rpc_error(error)

@@ -4,6 +4,8 @@ Fronts, controller and leaders speak through it, so that a parameter has one spe
 What a user may leave out is resolved by the front: an internal message always carries every field.
 """
 
+from typing import Any
+
 from paceline.cluster.group.req_state import ReqReceipt
 from paceline.protos.v1 import common_pb2
 from paceline.worker.step import FinishReason, SamplingParams
@@ -16,7 +18,7 @@ _FINISH_TO_PB = {
 _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
 
 
-def finish_reason_to_pb(reason: FinishReason) -> common_pb2.FinishReason:
+def finish_reason_to_pb(reason: FinishReason) -> "common_pb2.FinishReason.ValueType":
     return _FINISH_TO_PB[reason]
 
 
@@ -53,7 +55,7 @@ def sampling_params_from_pb(message: common_pb2.SamplingParams) -> SamplingParam
         raise ValueError("sampling_params without seed or max_tokens; a front resolves both")
     defaults = SamplingParams(seed=message.seed, max_tokens=message.max_tokens)
 
-    def pick(name: str) -> float:
+    def pick(name: Any) -> Any:  # Any: fields of several types, by name
         return getattr(message if message.HasField(name) else defaults, name)
 
     return SamplingParams(
@@ -61,14 +63,14 @@ def sampling_params_from_pb(message: common_pb2.SamplingParams) -> SamplingParam
         max_tokens=message.max_tokens,
         temperature=pick("temperature"),
         top_p=pick("top_p"),
-        top_k=max(0, int(pick("top_k"))),  # -1 keeps all, as 0 does
+        top_k=max(0, pick("top_k")),  # -1 keeps all, as 0 does
         min_p=pick("min_p"),
         frequency_penalty=pick("frequency_penalty"),
         presence_penalty=pick("presence_penalty"),
         repetition_penalty=pick("repetition_penalty"),
-        min_tokens=int(pick("min_tokens")),
+        min_tokens=pick("min_tokens"),
         stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=bool(pick("ignore_eos")),
+        ignore_eos=pick("ignore_eos"),
         logit_bias=tuple(sorted(message.logit_bias.items())),
     )
 

@@ -59,8 +59,8 @@ class ControllerClient:
                 raise queue_deadline(live)
             try:
                 async with self._stub() as stub:
-                    live.call = stub.Submit(request, timeout=time_left_s)
-                    return await live.call
+                    live.call = call = stub.Submit(request, timeout=time_left_s)
+                    return await call
             except asyncio.CancelledError:
                 if live.was_woken():
                     return None

@@ -16,7 +16,10 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import (  # type: ignore[import-untyped]  # ships neither stubs nor py.typed
+    error_details_pb2,
+    status_pb2,
+)
 
 from paceline.worker.errors import (
     AlreadyExists,
@@ -262,7 +265,8 @@ def from_rpc_error(error: grpc.RpcError) -> PacelineError:
             if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
                 detail.Unpack(info)
     if info.domain != DOMAIN or info.reason not in _BY_REASON:
-        return _BY_CODE.get(code, InternalError)(text)
+        closest: type[PacelineError] = _BY_CODE.get(code, InternalError)
+        return closest(text)
     return _rebuild(_BY_REASON[info.reason].error, text, info, status)
 
 
@@ -272,7 +276,8 @@ def is_ours(error: grpc.RpcError) -> bool:
 
 
 def _details_of(error: grpc.RpcError) -> status_pb2.Status | None:
-    for key, value in error.trailing_metadata() or ():
+    trailing: Any = error.trailing_metadata() or ()  # Any: typed as one pair by the stubs
+    for key, value in trailing:
         if key == DETAILS_KEY:
             return status_pb2.Status.FromString(value)
     return None
@@ -286,7 +291,7 @@ def _rebuild(
     if cls is DeadlineExceeded:
         return DeadlineExceeded(text, info.metadata.get("phase", ""))
     if cls is Overloaded or cls is Unavailable:
-        return cls(text, _retry_delay_s(status))  # type: ignore[call-arg] # both take a delay
+        return cls(text, _retry_delay_s(status))
     return cls(text)
 
 
@@ -295,7 +300,7 @@ def _retry_delay_s(status: status_pb2.Status) -> float:
         retry = error_details_pb2.RetryInfo()
         if detail.Is(retry.DESCRIPTOR):
             detail.Unpack(retry)
-            return retry.retry_delay.ToNanoseconds() / 1e9
+            return float(retry.retry_delay.ToNanoseconds()) / 1e9
     return 1.0
 
 

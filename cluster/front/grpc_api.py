@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # ships no stubs
+    reflection,
+)
 
 from paceline.cluster.front.answer import Chunk
 from paceline.cluster.front.auth import ApiKeys
@@ -37,7 +39,7 @@ from paceline.worker.errors import InvalidRequest, PacelineError
 GENERATION_SERVICE = "paceline.v1.GenerationService"
 ADMIN_SERVICE = "paceline.v1.AdminService"
 _OPEN_SERVICES = ("grpc.health.", "grpc.reflection.")
-_OPTIONAL_SAMPLING = (
+_OPTIONAL_SAMPLING: tuple[Any, ...] = (  # Any: HasField takes literals only
     "temperature",
     "top_p",
     "top_k",
@@ -296,14 +298,14 @@ def _chunk_response(req_id: str, chunk: Chunk) -> generation_pb2.GenerateRespons
 
 
 def _complete_response(req_id: str, complete: Complete) -> generation_pb2.GenerateResponse:
-    return generation_pb2.GenerateResponse(
-        request_id=req_id,
-        complete=generation_pb2.GenerateComplete(
-            output_ids=complete.output_ids,
-            text=complete.text,
-            finish_reason=finish_reason_to_pb(complete.finish_reason),
-            matched_token_id=complete.matched_token_id,
-            matched_stop_str=complete.matched_stop,
-            receipt=complete.receipt,
-        ),
+    message = generation_pb2.GenerateComplete(
+        output_ids=complete.output_ids,
+        text=complete.text,
+        finish_reason=finish_reason_to_pb(complete.finish_reason),
+        receipt=complete.receipt,
     )
+    if complete.matched_token_id is not None:
+        message.matched_token_id = complete.matched_token_id
+    if complete.matched_stop is not None:
+        message.matched_stop_str = complete.matched_stop
+    return generation_pb2.GenerateResponse(request_id=req_id, complete=message)

@@ -5,6 +5,7 @@ than by FastAPI, so that a refusal names the field and has OpenAI's shape.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -56,6 +57,8 @@ from paceline.worker.errors import (
     Unavailable,
 )
 from paceline.worker.step import FinishReason
+
+log = logging.getLogger(__name__)
 
 # What OpenAI's completions route generates when nothing is said.
 _COMPLETION_MAX_TOKENS = 16
@@ -285,6 +288,12 @@ class EventStream(Response):
                     await error_response(error)(scope, receive, send)
                     return
                 await self._send_all(send, [to_http(error).body])
+            except Exception:
+                if not has_started:
+                    raise
+                log.exception("stream failed req_id=%s", self._shape.req_id)
+                failure = InternalError(f"request '{self._shape.req_id}' failed inside the server")
+                await self._send_all(send, [to_http(failure).body])
             else:
                 await self._send_data(send, b"[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -71,8 +71,8 @@ class Edge:
         except Exception:
             log.exception("http request failed req_id=%s path=%s", req_id, scope["path"])
             if not has_started:
-                error = InternalError(f"request '{req_id}' failed inside the server; see its log")
-                await error_response(error)(scope, receive, send_with_id)
+                failure = InternalError(f"request '{req_id}' failed inside the server; see its log")
+                await error_response(failure)(scope, receive, send_with_id)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

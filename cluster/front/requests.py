@@ -152,12 +152,11 @@ class Resolver:
     async def prompt_ids(self, asked: GenerationInput) -> list[int]:
         """Tokens of the prompt, few enough to leave room for one of the answer."""
         if asked.input_ids is not None:
-            ids = list(asked.input_ids)
-            self._check_prompt_len(len(ids), "input_ids")
-            self.check_ids("input_ids", ids)
-            return ids
+            self._check_prompt_len(len(asked.input_ids), "input_ids")
+            self.check_ids("input_ids", asked.input_ids)
+            return list(asked.input_ids)
         if asked.messages is not None:
-            text = self.render_chat(
+            text = await self.render_chat(
                 asked.messages, add_generation_prompt=asked.add_generation_prompt
             )
             name, add_special_tokens = "messages", False  # the template wrote them
@@ -167,7 +166,10 @@ class Resolver:
             raise InvalidRequest("no prompt was given; send text, token ids or messages", "prompt")
         return await self.encode(text, name, add_special_tokens=add_special_tokens)
 
-    async def encode(self, text: str, name: str, *, add_special_tokens: bool) -> list[int]:
+    async def encode(
+        self, text: str, name: str, *, add_special_tokens: bool, fits_context: bool = True
+    ) -> list[int]:
+        """Raises: InvalidRequest: no text, or more than `fits_context` allows."""
         if not text:
             raise InvalidRequest(f"{name} is empty; send at least one token", name)
         _check_text(name, text)
@@ -175,10 +177,11 @@ class Resolver:
         if least >= self._model.max_model_len:  # without spending time on encoding it
             self._check_prompt_len(least, name, at_least=True)
         ids = await self._codec.encode_async(text, add_special_tokens=add_special_tokens)
-        self._check_prompt_len(len(ids), name)
+        if fits_context:
+            self._check_prompt_len(len(ids), name)
         return ids
 
-    def render_chat(
+    async def render_chat(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool
     ) -> str:
         if not messages:
@@ -191,7 +194,7 @@ class Resolver:
                     f"messages[{i}].role",
                 )
             _check_text(f"messages[{i}].content", message["content"])
-        return self._codec.render_chat(
+        return await self._codec.render_chat_async(
             [dict(message) for message in messages], add_generation_prompt=add_generation_prompt
         )
 

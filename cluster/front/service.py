@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import struct
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -36,8 +36,10 @@ from paceline.protos.v1 import common_pb2, controller_pb2, group_pb2
 from paceline.protos.v1.group_pb2_grpc import GroupServiceStub
 from paceline.worker.clock import Clock, SystemClock
 from paceline.worker.errors import (
+    AlreadyExists,
     DeadlineExceeded,
     InternalError,
+    InvalidRequest,
     PacelineError,
     Unavailable,
 )
@@ -47,6 +49,7 @@ log = logging.getLogger(__name__)
 
 # A leader lost before the first token: nothing was sent, so another group may take over.
 _MAX_RESUBMITS = 2
+_RESUBMIT_DELAY_S = 0.1  # doubled each time; the controller learns of a loss within it
 # How long a leader may take to end a request and hand over its receipt.
 _SETTLE_S = 1.0
 _AFFINITY_TOKENS = 64
@@ -70,8 +73,16 @@ class Complete:
     receipt: common_pb2.Receipt
 
 
-class _LeaderLost(Exception):
-    """The stream from a leader broke; `args[0]` says how."""
+# Closed, not only dropped, by who stops early: aclosing() takes a generator.
+Events = AsyncGenerator[Chunk | Complete, None]
+
+
+class _TryAgain(Exception):
+    """A leader was lost, or has not yet forgotten an earlier request of this id."""
+
+    def __init__(self, error: PacelineError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class GenerationCore:
@@ -105,7 +116,7 @@ class GenerationCore:
 
     # What the faces call.
 
-    async def generate(self, asked: GenerationInput) -> AsyncIterator[Chunk | Complete]:
+    async def generate(self, asked: GenerationInput) -> Events:
         """Chunks as they come, then one Complete.
 
         Raises: PacelineError: refused, or ended without an answer. Closing the generator or
@@ -141,18 +152,31 @@ class GenerationCore:
         return await self._abort_elsewhere(req_id)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises: InvalidRequest: empty, or longer than the context."""
-        return await self.resolver.encode(text, "prompt", add_special_tokens=add_special_tokens)
+        """Raises: InvalidRequest: empty, or many times the context."""
+        return await self.resolver.encode(
+            text, "prompt", add_special_tokens=add_special_tokens, fits_context=False
+        )
 
     async def tokenize_chat(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Raises: InvalidRequest: as `tokenize`, or no template for it."""
-        asked = GenerationInput(messages=messages, add_generation_prompt=add_generation_prompt)
-        return await self.resolver.prompt_ids(asked)
+        """Raises: InvalidRequest: as `tokenize`, or the model's template refuses it."""
+        text = await self.resolver.render_chat(
+            messages, add_generation_prompt=add_generation_prompt
+        )
+        return await self.resolver.encode(
+            text, "messages", add_special_tokens=False, fits_context=False
+        )
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Raises: InvalidRequest: an id outside the vocabulary."""
+        """Raises: InvalidRequest: an id outside the vocabulary, or more than a context of them."""
+        limit = self.model.max_model_len
+        if len(ids) > limit:
+            raise InvalidRequest(
+                f"token_ids has {len(ids)} ids, more than the model's context; send at most "
+                f"{limit} at once",
+                "token_ids",
+            )
         self.resolver.check_ids("token_ids", ids)
         return self.codec.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
@@ -229,7 +253,7 @@ class GenerationCore:
 
     # Waiting and running.
 
-    async def _attempts(self, live: LiveReq) -> AsyncIterator[Chunk | Complete]:
+    async def _attempts(self, live: LiveReq) -> Events:
         for num_lost in range(_MAX_RESUBMITS + 1):
             if not await self._wait_for_group(live):
                 for event in self._end_woken(live):
@@ -240,19 +264,19 @@ class GenerationCore:
                     async for event in events:
                         yield event
                 return
-            except _LeaderLost as lost:
-                num_tokens = len(live.answer.output_ids)
+            except _TryAgain as again:
                 log.warning(
-                    "leader lost group=%s req_id=%s num_tokens=%d: %s",
+                    "run failed group=%s req_id=%s num_tokens=%d: %s",
                     live.group_id,
                     live.req.req_id,
-                    num_tokens,
-                    lost,
+                    len(live.answer.output_ids),
+                    again.error,
                 )
-                if num_tokens or num_lost == _MAX_RESUBMITS:
-                    raise self._lost_error(live, num_tokens, num_lost, lost) from None
+                if live.answer.output_ids or num_lost == _MAX_RESUBMITS:
+                    raise self._final_error(live, num_lost, again.error) from None
             live.address = ""
-            await self._controller.release(live.req.req_id)  # else it would answer the dead group
+            await self._controller.release(live.req.req_id)  # else it would answer the same group
+            await asyncio.sleep(_RESUBMIT_DELAY_S * 2**num_lost)
 
     async def _wait_for_group(self, live: LiveReq) -> bool:
         """False when the request was ended while it waited."""
@@ -273,8 +297,8 @@ class GenerationCore:
         live.queue_s += place.queue_s
         return True
 
-    async def _run(self, live: LiveReq) -> AsyncIterator[Chunk | Complete]:
-        """One group's stream. Raises _LeaderLost, or what the leader says."""
+    async def _run(self, live: LiveReq) -> Events:
+        """One group's stream. Raises _TryAgain, or what the leader says."""
         request = group_pb2.RunRequest(
             req_id=live.req.req_id,
             prompt_ids=live.req.prompt_ids,
@@ -347,7 +371,10 @@ class GenerationCore:
         if isinstance(error, Unavailable) or (
             not is_ours(rpc_error) and rpc_error.code() in _LOST_CODES
         ):
-            return _LeaderLost(error.message)
+            return _TryAgain(Unavailable(error.message))
+        if isinstance(error, AlreadyExists):
+            # Not here, or `_admit` had refused it: the leader is about to end an earlier one.
+            return _TryAgain(error)
         return error
 
     def _take(self, live: LiveReq, message: group_pb2.RunResponse) -> Chunk:
@@ -437,16 +464,17 @@ class GenerationCore:
             self.metrics.end(receipt, reason, is_failure=is_failure)
         return receipt
 
-    def _lost_error(
-        self, live: LiveReq, num_tokens: int, num_lost: int, lost: _LeaderLost
-    ) -> Unavailable:
+    def _final_error(self, live: LiveReq, num_lost: int, error: PacelineError) -> PacelineError:
+        if isinstance(error, AlreadyExists):
+            return error
+        num_tokens = len(live.answer.output_ids)
         what = (
             f"was lost after {num_tokens} tokens"
             if num_tokens
             else f"was lost before the first token, the last of {num_lost + 1} tried"
         )
         return Unavailable(
-            f"group '{live.group_id}' of request '{live.req.req_id}' {what} ({lost}); send the "
+            f"group '{live.group_id}' of request '{live.req.req_id}' {what} ({error}); send the "
             "request again",
             1.0,
         )

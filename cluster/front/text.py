@@ -6,9 +6,10 @@ Knows a model directory's tokenizer files, not requests, servers or weights. The
 
 import asyncio
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from tokenizers import AddedToken, Tokenizer
@@ -17,6 +18,7 @@ from paceline.cluster.front.chat_template import ChatTemplate
 from paceline.cluster.front.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from paceline.worker.errors import ConfigError, InvalidRequest
 
+Result = TypeVar("Result")
 # Encoding takes about 1 us per character: a longer text would hold up every stream of the front.
 _MAX_INLINE_CHARS = 2048
 
@@ -75,11 +77,14 @@ class TextCodec:
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """As `encode`; a long text does not block the event loop."""
-        if len(text) <= _MAX_INLINE_CHARS:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
+        return await self._run(
+            len(text), lambda: self.encode(text, add_special_tokens=add_special_tokens)
         )
+
+    async def _run(self, num_chars: int, work: Callable[[], Result]) -> Result:
+        if num_chars <= _MAX_INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def min_num_tokens(self, text: str) -> int:
         """A lower bound of the text's tokens without encoding it; 0 where none is known."""
@@ -104,6 +109,15 @@ class TextCodec:
                 f"the chat template of model '{self._name}' refuses the messages: {error}",
                 "messages",
             ) from error
+
+    async def render_chat_async(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """As `render_chat`; a long chat does not block the event loop."""
+        return await self._run(
+            sum(len(message["content"]) for message in messages),
+            lambda: self.render_chat(messages, add_generation_prompt=add_generation_prompt),
+        )
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)

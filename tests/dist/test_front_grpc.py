@@ -530,3 +530,33 @@ async def test_the_client_streams_and_raises_our_errors(front: Front) -> None:
         with pytest.raises(DeadlineExceeded) as caught:
             await client.generate_text(messages=[{"role": "user", "content": "hi"}], max_tokens=1)
         assert caught.value.phase == "prefill"
+
+
+async def test_an_id_that_the_leader_has_not_forgotten_yet_is_tried_again(front: Front) -> None:
+    front.leader.running["early"] = asyncio.Event()
+    call = front.stub.Generate(ask(request_id="early"))
+    await poll(lambda: front.controller.released == ["early"])
+    del front.leader.running["early"]
+    _, complete = await collect(call)
+    assert complete.text == "hellohel"
+
+
+async def test_an_id_that_runs_through_another_front_is_refused(front: Front) -> None:
+    front.leader.running["theirs"] = asyncio.Event()
+    code, message, _ = await refusal(front.stub.Generate(ask(request_id="theirs")))
+    assert code is grpc.StatusCode.ALREADY_EXISTS
+    assert "'theirs'" in message
+
+
+async def test_text_longer_than_the_context_can_be_counted_but_not_asked(front: Front) -> None:
+    reply = await front.stub.Tokenize(generation_pb2.TokenizeRequest(text="x" * 600))
+    assert len(reply.token_ids) == 600
+    code, _, _ = await refusal(
+        front.stub.Tokenize(generation_pb2.TokenizeRequest(text="x" * 500_000))
+    )
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    code, message, _ = await refusal(
+        front.stub.Detokenize(generation_pb2.DetokenizeRequest(token_ids=[5] * 513))
+    )
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "at most 512" in message
