@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -12,12 +13,16 @@ from paceline.worker.config import ParallelConfig
 from paceline.worker.errors import ConfigError, Unavailable
 from paceline.worker.parallel.collective import Collective
 from paceline.worker.parallel.rendezvous import connect, reserve_rendezvous
+from paceline.worker.parallel.shared_memory import SLOT_BYTES
+from paceline.worker.parallel.torch_collective import TorchCollective
 
 T = TypeVar("T")
 
 
 @contextmanager
-def ranks(tp_size: int, timeout_s: float = 20.0) -> Iterator[list[Collective]]:
+def ranks(
+    tp_size: int, timeout_s: float = 20.0, *, use_shared_memory: bool = True
+) -> Iterator[list[Collective]]:
     """The collectives of a gloo group whose ranks are threads of this process."""
     listener, rendezvous = reserve_rendezvous("127.0.0.1")
     config = ParallelConfig(
@@ -26,7 +31,14 @@ def ranks(tp_size: int, timeout_s: float = 20.0) -> Iterator[list[Collective]]:
     configs = [replace(config, tp_rank=rank) for rank in range(tp_size)]
     with ThreadPoolExecutor(tp_size) as pool:
         joins = [
-            pool.submit(connect, c, "cpu", listener if c.tp_rank == 0 else None) for c in configs
+            pool.submit(
+                connect,
+                c,
+                "cpu",
+                listener if c.tp_rank == 0 else None,
+                use_shared_memory=use_shared_memory,
+            )
+            for c in configs
         ]
         group = [join.result(timeout_s) for join in joins]
     try:
@@ -41,8 +53,14 @@ def on_all(group: list[Collective], act: Callable[[Collective], T]) -> list[Futu
         return [pool.submit(act, collective) for collective in group]
 
 
-def test_ranks_meet_on_loopback_and_compute_together() -> None:
-    with ranks(3) as group:
+both_ways = pytest.mark.parametrize(
+    "use_shared_memory", [True, False], ids=["shared memory", "gloo"]
+)
+
+
+@both_ways
+def test_ranks_meet_on_loopback_and_compute_together(use_shared_memory: bool) -> None:
+    with ranks(3, use_shared_memory=use_shared_memory) as group:
         sums = on_all(group, lambda c: c.all_reduce(torch.full((2, 3), float(c.tp_rank + 1))))
         assert [s.result().tolist() for s in sums] == [[[6.0] * 3] * 2] * 3
 
@@ -60,10 +78,11 @@ def test_ranks_meet_on_loopback_and_compute_together() -> None:
         assert parts[1].result() is parts[2].result() is None
 
 
-def test_narrow_types_are_summed_in_fp32() -> None:
+@both_ways
+def test_narrow_types_are_summed_in_fp32(use_shared_memory: bool) -> None:
     # In bf16, 256 + 1 is 256; the sum of the three is not.
     values = [256.0, 1.0, 1.0]
-    with ranks(3) as group:
+    with ranks(3, use_shared_memory=use_shared_memory) as group:
         sums = on_all(
             group,
             lambda c: c.all_reduce(torch.tensor([values[c.tp_rank]], dtype=torch.bfloat16)),
@@ -71,6 +90,24 @@ def test_narrow_types_are_summed_in_fp32() -> None:
         for result in sums:
             assert result.result().dtype == torch.bfloat16
             assert result.result().tolist() == [258.0]
+
+
+@both_ways
+def test_every_rank_gets_the_same_bits_round_after_round(use_shared_memory: bool) -> None:
+    num_rounds = 200
+    gen = torch.Generator().manual_seed(0)
+    # Lengths on both sides of what fits a slot, and none.
+    lengths = [0, 1, 7, 576, SLOT_BYTES // 4, SLOT_BYTES // 4 + 1]
+    xs = [torch.randn(3, n, generator=gen) for n in lengths]
+
+    def run(c: Collective) -> list[torch.Tensor]:
+        return [c.all_reduce(xs[i % len(xs)][c.tp_rank].clone()) for i in range(num_rounds)]
+
+    with ranks(3, use_shared_memory=use_shared_memory) as group:
+        first, *others = [f.result() for f in on_all(group, run)]
+    for i, x in enumerate(first):
+        torch.testing.assert_close(x, xs[i % len(xs)].sum(0))
+        assert all(torch.equal(x, other[i]) for other in others)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4088, 4089, 100_000])
@@ -87,6 +124,33 @@ def test_a_silent_peer_is_unavailable_after_the_timeout_with_rank_and_operation(
             group[1].broadcast_bytes(None)
         with pytest.raises(Unavailable, match="tp_rank 1 of 2"):
             group[1].all_reduce(torch.ones(1))
+
+
+@both_ways
+def test_a_peer_that_does_not_sum_is_unavailable_after_the_timeout(
+    use_shared_memory: bool,
+) -> None:
+    failed = pytest.raises(Unavailable, match="tp_rank 1 of 2: all_reduce failed")
+    with ranks(2, timeout_s=0.3, use_shared_memory=use_shared_memory) as group, failed:
+        group[1].all_reduce(torch.ones(1))
+
+
+@both_ways
+def test_a_peer_that_leaves_wakes_those_who_sum(use_shared_memory: bool) -> None:
+    two_ranks = ranks(2, timeout_s=60.0, use_shared_memory=use_shared_memory)
+    with two_ranks as group, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(group[1].all_reduce, torch.ones(1))
+        group[0].shutdown()
+        with pytest.raises(Unavailable, match="tp_rank 1 of 2"):
+            waiting.result(20.0)
+
+
+def test_shared_memory_leaves_no_name_behind() -> None:
+    before = set(Path("/dev/shm").glob("paceline-*"))
+    with ranks(2) as group:
+        assert set(Path("/dev/shm").glob("paceline-*")) <= before
+        assert isinstance(group[0], TorchCollective)
+        assert group[0].has_shared_memory
 
 
 def test_a_peer_that_leaves_wakes_those_who_wait_for_it() -> None:

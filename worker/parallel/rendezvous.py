@@ -9,6 +9,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -16,6 +17,7 @@ from paceline.worker.config import ParallelConfig
 from paceline.worker.errors import ConfigError, Unavailable
 from paceline.worker.parallel.collective import Collective
 from paceline.worker.parallel.local import LocalCollective
+from paceline.worker.parallel.shared_memory import join_shared_memory
 from paceline.worker.parallel.torch_collective import Backend, TorchCollective, describe
 
 log = logging.getLogger(__name__)
@@ -34,12 +36,17 @@ def reserve_rendezvous(host: str) -> tuple[socket.socket, str]:
 
 
 def connect(
-    config: ParallelConfig, device: str = "cpu", listener: socket.socket | None = None
+    config: ParallelConfig,
+    device: str = "cpu",
+    listener: socket.socket | None = None,
+    *,
+    use_shared_memory: bool = True,
 ) -> Collective:
     """The collective of this rank's group; returns when all ranks have come.
 
     Args:
         listener: rank 0's socket of `reserve_rendezvous`; None lets rank 0 bind the port itself.
+        use_shared_memory: where all ranks are CPUs of one machine; the same on every rank.
     Raises:
         ConfigError: a rank, size, backend or address that cannot be.
         Unavailable: the others did not come within the timeout.
@@ -67,6 +74,9 @@ def connect(
         )
         # A prefix keeps the group's keys apart from the store's own.
         prefixed = PrefixStore("paceline", store)
+        memory = None
+        if use_shared_memory and torch.device(device).type == "cpu":
+            memory = join_shared_memory(prefixed, config.tp_rank, config.tp_size, config.timeout_s)
         group = _make_group(config, prefixed, _own_address(host, port, config.tp_rank), timeout)
     except (RuntimeError, OSError) as error:
         raise Unavailable(
@@ -75,10 +85,10 @@ def connect(
             "and can they reach that address?"
         ) from error
     log.info(
-        "joined group tp_rank=%d tp_size=%d backend=%s rendezvous=%s",
-        config.tp_rank, config.tp_size, config.backend, config.rendezvous,
+        "joined group tp_rank=%d tp_size=%d backend=%s shared_memory=%s rendezvous=%s",
+        config.tp_rank, config.tp_size, config.backend, memory is not None, config.rendezvous,
     )  # fmt: skip
-    return TorchCollective(group, store, device, config.timeout_s)
+    return TorchCollective(group, store, device, config.timeout_s, memory)
 
 
 def _make_group(config: ParallelConfig, store: Store, address: str, timeout: timedelta) -> Backend:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from paceline.worker.errors import Unavailable
 from paceline.worker.parallel.collective import Collective
+from paceline.worker.parallel.shared_memory import SharedMemory
 
 # Any: torch's stubs know the backends, not their operations.
 Backend = Any
@@ -33,13 +34,22 @@ class TorchCollective(Collective):
     store: where the ranks met; kept alive as long as the group.
     device: where the tensors handed in lie.
     timeout_s: of one operation.
+    memory: carries small tensors between CPUs of one machine; owned by the collective.
     """
 
-    def __init__(self, group: Backend, store: Store, device: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: Backend,
+        store: Store,
+        device: str,
+        timeout_s: float,
+        memory: SharedMemory | None = None,
+    ) -> None:
         self.tp_rank = int(group.rank())
         self.tp_size = int(group.size())
         self._group = group
         self._store = store
+        self._memory = memory
         self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._failure = ""
@@ -53,7 +63,18 @@ class TorchCollective(Collective):
         self._to_leader.rootRank = 0
         self._to_leader.timeout = timedelta(seconds=timeout_s)
 
+    @property
+    def has_shared_memory(self) -> bool:
+        return self._memory is not None
+
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self._memory is not None and self._memory.fits(x.numel(), torch.float32):
+            parts = self._exchange("all_reduce", x, torch.float32)
+            # In the order of ranks, so that all of them get the same bits.
+            total = parts[0] + parts[1]
+            for part in parts[2:]:
+                total += part
+            return total.to(x.dtype)
         if x.is_cuda or x.dtype == torch.float32:
             self._run("all_reduce", lambda: self._group.allreduce([x], self._sum))
             return x
@@ -70,6 +91,11 @@ class TorchCollective(Collective):
         if x.shape[-1] < width:
             x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
         x = x.contiguous()
+        if self._memory is not None and self._memory.fits(x.numel(), x.dtype):
+            shared = self._exchange("gather", x, x.dtype)
+            if self.tp_rank != 0:
+                return None
+            return torch.cat([p[..., :n] for p, n in zip(shared, sizes, strict=True)], dim=-1)
         parts = [torch.empty_like(x) for _ in sizes] if self.tp_rank == 0 else []
         outputs = [parts] if self.tp_rank == 0 else []
         self._run("gather", lambda: self._group.gather(outputs, [x], self._to_leader))
@@ -109,6 +135,8 @@ class TorchCollective(Collective):
         """Closes the connections; a rank that waits for this one then fails at once."""
         if self._group is not None:
             self._failure = self._failure or "the group is shut down"
+            if self._memory is not None:
+                self._memory.close()
             self._group.abort()
             # gloo closes its connections when the last reference goes, and not before.
             self._group = None
@@ -122,16 +150,29 @@ class TorchCollective(Collective):
         self._run("broadcast", lambda: self._group.broadcast([on_device], self._from_leader))
         return bytearray(on_device.cpu().numpy().tobytes())
 
-    def _run(self, name: str, start: Callable[[], dist.Work]) -> None:
+    def _exchange(self, name: str, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        assert self._memory is not None
+        self._check()
+        try:
+            return self._memory.exchange(x, dtype)
+        except Unavailable as error:
+            self._failure = f"{name} failed: {error}"
+            raise self._unavailable() from error
+
+    def _check(self) -> None:
         if self._failure:
-            raise Unavailable(f"tp_rank {self.tp_rank} of {self.tp_size}: {self._failure}")
+            raise self._unavailable()
+
+    def _unavailable(self) -> Unavailable:
+        return Unavailable(f"tp_rank {self.tp_rank} of {self.tp_size}: {self._failure}")
+
+    def _run(self, name: str, start: Callable[[], dist.Work]) -> None:
+        self._check()
         try:
             start().wait()
         except RuntimeError as error:
             self._failure = f"{name} failed or outlasted {self._timeout_s:g} s: {describe(error)}"
-            raise Unavailable(
-                f"tp_rank {self.tp_rank} of {self.tp_size}: {self._failure}"
-            ) from error
+            raise self._unavailable() from error
 
 
 def describe(error: Exception) -> str:
