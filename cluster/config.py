@@ -108,7 +108,8 @@ class QueueSection(_Section):
 
 
 class FrontSection(_Section):
-    count: int = Field(default=1, ge=1, le=64)
+    # 0 leaves the requests to fronts that something else hosts, as Ray Serve does.
+    count: int = Field(default=1, ge=0, le=64)
     host: str = "127.0.0.1"
     port: int = Field(
         default=8000, ge=0, le=65535

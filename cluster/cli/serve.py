@@ -101,7 +101,7 @@ def serve(
         Number, _option("--max-num-queued-tokens", help="Prompt tokens; more are refused.")
     ] = None,
     # The fronts.
-    fronts: Annotated[Number, _option("--fronts", help="Front processes.")] = None,
+    fronts: Annotated[Number, _option("--fronts", help="Front processes.", min=1)] = None,
     host: Annotated[Text, _option("--host", help="To listen on; 127.0.0.1 unless set.")] = None,
     port: Annotated[Number, _option("--port", help="HTTP, 8000; 0 takes a free one.")] = None,
     grpc_port: Annotated[

@@ -20,6 +20,7 @@ from paceline.cluster.controller.deployment import (
     choose_device,
     draft_specs,
     front_specs,
+    hosted_front_spec,
     target_specs,
 )
 from paceline.cluster.controller.state import AttachDraft, ControllerState, DrainBegan
@@ -33,7 +34,9 @@ from paceline.worker.errors import Unavailable
 from paceline.worker.telemetry import configure_logging
 
 if TYPE_CHECKING:
+    from paceline.cluster.front.actor import FrontSpec
     from paceline.protos.v1.admin_pb2_grpc import AdminServiceAsyncStub
+    from paceline.worker.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class Controller:
         self._tasks: list[asyncio.Task[Any]] = []
         self._attaching: dict[str, asyncio.Task[None]] = {}  # by target group
         self._waiting_for = ""
+        self._model: ModelConfig | None = None
         self._start_task: asyncio.Task[list[tuple[str, str]]] | None = None
 
     async def pid(self) -> int:
@@ -142,6 +146,15 @@ class Controller:
             pids[front.name] = await front.pids()
         return pids
 
+    async def front_spec(self) -> "FrontSpec":
+        """What a front must know that somebody else hosts (Ray Serve does).
+
+        Raises: Unavailable: no group has read the model yet.
+        """
+        if self._model is None:
+            raise Unavailable("the deployment is starting")
+        return hosted_front_spec(self._config, self._model)
+
     # ---- start
 
     async def _start(self) -> list[tuple[str, str]]:
@@ -172,9 +185,10 @@ class Controller:
         for group in self._groups:
             group.start()
         infos = await _all(group.first_start for group in self._groups)
+        self._model = infos[0].model
         node_id = ray.get_runtime_context().get_node_id()
         self._fronts = [
-            FrontSupervisor(spec, node_id=node_id) for spec in front_specs(config, infos[0].model)
+            FrontSupervisor(spec, node_id=node_id) for spec in front_specs(config, self._model)
         ]
         for front in self._fronts:
             front.start()

@@ -75,19 +75,36 @@ def draft_specs(config: ClusterConfig, device: str) -> list[GroupSpec]:
 def front_specs(config: ClusterConfig, model: ModelConfig) -> list[FrontSpec]:
     front = config.front
     return [
-        FrontSpec(
+        _front_spec(
+            config,
+            model,
             index=i,
-            model_ref=model_ref(config),
-            model=model,
-            served_model_names=config.names,
-            section=front,
             port=front.port + i if front.port else 0,
             grpc_port=front.grpc_port + i if front.grpc_port else 0,
-            speculative_method=config.draft.method,
-            namespace=config.ray.namespace,
         )
         for i in range(front.count)
     ]
+
+
+def hosted_front_spec(config: ClusterConfig, model: ModelConfig) -> FrontSpec:
+    """Of a front that brings its own listeners."""
+    return _front_spec(config, model, index=-1, port=0, grpc_port=0)
+
+
+def _front_spec(
+    config: ClusterConfig, model: ModelConfig, *, index: int, port: int, grpc_port: int
+) -> FrontSpec:
+    return FrontSpec(
+        index=index,
+        model_ref=model_ref(config),
+        model=model,
+        served_model_names=config.names,
+        section=config.front,
+        port=port,
+        grpc_port=grpc_port,
+        speculative_method=config.draft.method,
+        namespace=config.ray.namespace,
+    )
 
 
 def model_ref(config: ClusterConfig) -> ModelRef:
