@@ -1,7 +1,7 @@
 """DeviceLoop: the one thread that owns a draft's device, and the rounds that wait for it.
 
 It knows targets by name and no transport. What waits for the device is bounded. Of a target's
-rounds all are applied, in order, and only the last is answered: latest wins.
+rounds all are taken, in order, and only the last is answered: latest wins.
 """
 
 import logging
@@ -117,11 +117,9 @@ class DeviceLoop:
             self._proposer.shutdown()
 
     def _turn(self) -> bool:
-        """One round for every target that waits. False when stopping."""
+        """One round for every target that waits, or none when idle. False when stopping."""
         with self._changed:
-            has_work = self._changed.wait_for(
-                lambda: self._is_stopping or self._has_work(), self._heartbeat_s
-            )
+            self._changed.wait_for(lambda: self._is_stopping or self._has_work(), self._heartbeat_s)
             if self._is_stopping:
                 return False
             gone = [name for name, state in self._targets.items() if state.is_gone]
@@ -136,9 +134,7 @@ class DeviceLoop:
             for state in self._targets.values():
                 state.waiting.clear()
                 state.was_refused = False
-        if not has_work:
-            self._proposer.heartbeat()
-            return True
+        self._proposer.heartbeat()
         for state in refused:
             state.make_room()
         for name in gone:
@@ -153,15 +149,14 @@ class DeviceLoop:
         rounds: list[Round] = []
         delivers: list[Callable[[Proposals], None]] = []
         for name, state, items in work:
-            latest: Commit | None = None
+            latest: Round | None = None
             for item in items:
                 if isinstance(item, ClosedReqs):
                     self._proposer.close_reqs(name, item.req_ids)
                 else:
-                    self._proposer.apply(name, item)
-                    latest = item
+                    latest = self._proposer.take(name, item, state.shape)
             if latest is not None:
-                rounds.append(Round(name, latest, state.shape))
+                rounds.append(latest)
                 delivers.append(state.deliver)
         answers = self._proposer.answer(rounds)
         self._snapshot = self._proposer.snapshot()

@@ -47,7 +47,8 @@ def grow(
     sprouts: Sequence[Sprout], sampler: Sampler, runner: StepRunner
 ) -> dict[ReqKey, DraftTree]:
     """A tree of each req; one forward for each level after the first, and for each topk."""
-    sound = [sprout for sprout in sprouts if _is_finite(sprout.logits)]
+    finite = _are_finite([sprout.logits for sprout in sprouts])
+    sound = [sprout for sprout, is_finite in zip(sprouts, finite, strict=True) if is_finite]
     chains = [_Chain(s.want, s.logits) for s in sound if s.want.topk == 1]
     trees = _grow_chains(chains, sampler, runner)
     for topk in {s.want.topk for s in sound} - {1}:
@@ -56,9 +57,12 @@ def grow(
     return trees
 
 
-def _is_finite(logits: Tensor) -> bool:
-    """Whether all logits are numbers: a draft that computed NaN guesses nothing."""
-    return bool(torch.isfinite(logits.max()))
+def _are_finite(logits: Sequence[Tensor]) -> list[bool]:
+    """Whether each [1, V] has a finite maximum: a draft that computed NaN guesses no further."""
+    if not logits:
+        return []
+    finite: list[bool] = torch.cat(list(logits)).amax(-1).isfinite().tolist()
+    return finite
 
 
 # ---- one branch
@@ -72,7 +76,7 @@ class _Chain:
 
     @property
     def is_grown(self) -> bool:
-        return len(self.path) == self.want.depth or not _is_finite(self.logits)
+        return len(self.path) == self.want.depth
 
 
 def _grow_chains(
@@ -87,7 +91,8 @@ def _grow_chains(
         growing = [chain for chain in growing if not chain.is_grown]
         if growing:
             _compute_tips(growing, runner)
-            growing = [chain for chain in growing if not chain.is_grown]
+            finite = _are_finite([chain.logits for chain in growing])
+            growing = [chain for chain, ok in zip(growing, finite, strict=True) if ok]
     return {chain.want.req.key: DraftTree.chain(chain.path) for chain in chains}
 
 

@@ -9,7 +9,7 @@ too long for one round) it leaves out: a row then acknowledges its tokens and gu
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.worker.config import CacheConfig, SpecConfig, WorkerConfig
 from paceline.worker.draft.growth import Sprout, Wanted, grow
@@ -31,11 +31,12 @@ class TreeShape:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One target's question. `shape` is what its trees may have, None what the draft's have."""
+    """One target's question, taken; `needs_sync` are the reqs whose rows did not fit."""
 
     target: str
     commit: Commit
-    shape: TreeShape | None = None
+    needs_sync: tuple[ReqId, ...] = ()
+    shape: TreeShape = TreeShape(0, 0)  # of the trees that the target wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +86,31 @@ class Proposer:
 
     # ---- what targets say
 
-    def apply(self, target: str, commit: Commit) -> tuple[ReqId, ...]:
-        """Takes the tokens of a round, without computing anything. Returns reqs to be synced.
+    def take(self, target: str, commit: Commit, shape: TreeShape | None = None) -> Round:
+        """Takes the tokens of a round, without computing anything.
 
-        A round older than one already taken changes nothing.
+        A round older than one already taken changes nothing and has no rows to answer.
         """
-        if self._is_stale(target, commit):
-            return ()
-        self._last_round[target] = (commit.epoch, commit.round)
+        order = (commit.epoch, commit.round)
+        if order < self._last_round.get(target, order):
+            return Round(target, replace(commit, syncs=(), rows=()))
+        self._last_round[target] = order
         for sync in commit.syncs:
             self._reqs.sync(target, sync)
-        return tuple(row.req_id for row in commit.rows if not self._reqs.commit(target, row))
+        unfit = [row.req_id for row in commit.rows if not self._reqs.commit(target, row)]
+        return Round(target, commit, tuple(unfit), shape or self._shape)
 
     def answer(self, rounds: Sequence[Round]) -> list[Proposals]:
-        """Takes the rounds and grows their trees in one batch. Answers are in the same order."""
+        """Grows the trees of rounds that were taken, in one batch. Answers are in the same order.
+
+        A req that was closed since has no row in its answer.
+        """
         started_s = time.monotonic()
-        answers: list[tuple[list[tuple[CommitRow, DraftReq]], tuple[ReqId, ...]]] = []
-        for round_ in rounds:
-            if self._is_stale(round_.target, round_.commit):
-                answers.append(([], ()))
-                continue
-            needs_sync = self.apply(round_.target, round_.commit)
-            answers.append((self._known_rows(round_, needs_sync), needs_sync))
+        known = [self._known_rows(round_) for round_ in rounds]
         wanted = [
             want
-            for round_, (known, _) in zip(rounds, answers, strict=True)
-            for row, req in known
+            for round_, rows in zip(rounds, known, strict=True)
+            for row, req in rows
             if (want := self._want(round_, row, req)) is not None
         ]
         trees = grow(self._catch_up(wanted), self._sampler, self._runner)
@@ -121,16 +121,16 @@ class Proposer:
                 round=round_.commit.round,
                 rows=tuple(
                     ProposalRow(row.req_id, row.commit_len, trees.get(req.key, _ROOT_ONLY))
-                    for row, req in known
+                    for row, req in rows
                 ),
-                needs_sync=needs_sync,
+                needs_sync=round_.needs_sync,
                 draft_us=draft_us,
             )
-            for round_, (known, needs_sync) in zip(rounds, answers, strict=True)
+            for round_, rows in zip(rounds, known, strict=True)
         ]
 
     def answer_one(self, target: str, commit: Commit) -> Proposals:
-        return self.answer([Round(target, commit)])[0]
+        return self.answer([self.take(target, commit)])[0]
 
     def close_reqs(self, target: str, req_ids: Iterable[ReqId]) -> None:
         """Frees what these reqs hold; unknown ones are ignored."""
@@ -170,19 +170,13 @@ class Proposer:
 
     # ---- one round
 
-    def _is_stale(self, target: str, commit: Commit) -> bool:
-        last = self._last_round.get(target)
-        return last is not None and (commit.epoch, commit.round) < last
-
-    def _known_rows(
-        self, round_: Round, needs_sync: tuple[ReqId, ...]
-    ) -> list[tuple[CommitRow, DraftReq]]:
+    def _known_rows(self, round_: Round) -> list[tuple[CommitRow, DraftReq]]:
         """The first row of each req that fits what is held."""
         known: dict[ReqId, tuple[CommitRow, DraftReq]] = {}
         for row in round_.commit.rows:
             req = self._reqs.get(ReqKey(round_.target, row.req_id))
-            if req is not None and row.req_id not in needs_sync and row.req_id not in known:
-                known[row.req_id] = (row, req)
+            if req is not None and row.req_id not in round_.needs_sync:
+                known.setdefault(row.req_id, (row, req))
         return list(known.values())
 
     def _catch_up(self, wanted: Sequence[Wanted]) -> list[Sprout]:
@@ -229,11 +223,10 @@ class Proposer:
 
     def _want(self, round_: Round, row: CommitRow, req: DraftReq) -> Wanted | None:
         """The tree to grow: as asked for, and within the draft's own shape and context."""
-        shape = round_.shape or self._shape
         # A level below the first takes a forward at position len(ids), len(ids) + 1, ...
         room = self.max_model_len - len(req.ids) + 1
-        depth = min(self._shape.num_steps, shape.num_steps, row.num_draft_tokens - 1, room)
-        topk = min(self._shape.topk, shape.topk)
+        depth = min(self._shape.num_steps, round_.shape.num_steps, row.num_draft_tokens - 1, room)
+        topk = min(self._shape.topk, round_.shape.topk)
         return Wanted(req, depth, topk, row.num_draft_tokens) if depth > 0 else None
 
 
