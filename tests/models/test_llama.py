@@ -262,3 +262,23 @@ def test_a_rank_that_cannot_be_built_says_why(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=message):
         build_executor(replace(config_of(tiny_model), **change))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_a_gpu_computes_what_a_cpu_does(tiny_model: Path, kernels: str) -> None:
+    on_cpu = build_executor(config_of(tiny_model))
+    on_gpu = build_executor(replace(config_of(tiny_model), device="cuda", kernels=kernels))
+    for executor in (on_cpu, on_gpu):
+        assert executor.num_pages == on_cpu.num_pages
+    cpu_row, gpu_row = (make_rows(1, on_cpu.num_pages, on_cpu.page_size)[0] for _ in range(2))
+    tree = (-1, 0, 0, 2)
+    for ids, phase, parents in (
+        (PROMPT, Phase.PREFILL, None),
+        (PROMPT[:7], Phase.PREFILL, None),
+        ([8], Phase.DECODE, None),
+        ([50, 60, 61, 70], Phase.VERIFY, tree),
+    ):
+        want = forward(on_cpu, cpu_row.step(ids, phase, parents=parents))
+        got = forward(on_gpu, gpu_row.step(ids, phase, parents=parents))
+        torch.testing.assert_close(got.cpu(), want, atol=5e-4, rtol=1e-3)

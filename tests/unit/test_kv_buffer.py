@@ -1,6 +1,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -99,6 +100,19 @@ def test_rows_have_room_for_a_tree_behind_the_longest_req() -> None:
         config = replace(CONFIG, cache=CacheConfig(page_size=page_size), spec=spec)
         assert row_width(config) >= 100 + 8 * 10 + 40
         assert row_width(config) % page_size == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_takes_memory_only_where_it_is_written(dtype: torch.dtype) -> None:
+    shape = replace(SHAPE, num_kv_heads=64, head_dim=64, dtype=dtype)
+    num_pages = (1 << 30) // (shape.token_bytes * 16)
+    before = psutil.Process().memory_info().rss
+    kv = KvBuffer(shape, num_pages, 16, "cpu")
+    kv.k[0][:16] = 1.0
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    assert kv.v[1].shape == ((num_pages + 1) * 16, 64, 64)
+    assert kv.v[1].dtype == dtype
+    assert not kv.v[1][::4096].any()
 
 
 def test_moves_read_all_sources_before_they_write() -> None:

@@ -4,9 +4,11 @@ Does not know who owns a page; page 0 is a dump that no req owns.
 """
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -45,15 +47,23 @@ class KvBuffer:
         self.num_pages = num_pages
         self.page_size = page_size
         size = ((num_pages + 1) * page_size, shape.num_kv_heads, shape.head_dim)
-        # Zeros, since 0 times the garbage of an unwritten slot could be NaN.
-        self.k = [
-            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)
-        ]
-        self.v = [torch.zeros_like(k) for k in self.k]
+        self.k = [_zeros(size, shape.dtype, device) for _ in range(shape.num_layers)]
+        self.v = [_zeros(size, shape.dtype, device) for _ in range(shape.num_layers)]
 
     def move(self, kernels: KernelSet, src: Tensor, tgt: Tensor) -> None:
         """slot tgt[i] = slot src[i] in every layer. src, tgt [n] int64."""
         kernels.move_kv([*self.k, *self.v], src, tgt)
+
+
+def _zeros(size: tuple[int, int, int], dtype: torch.dtype, device: str) -> Tensor:
+    """Zeros, since 0 times the garbage of an unwritten slot could be NaN.
+
+    On a CPU numpy's, which take no memory until they are written to; torch would write them all.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    num_bytes = math.prod(size) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(size)
 
 
 def choose_num_pages(config: WorkerConfig, shape: KvShape, collective: Collective) -> int:

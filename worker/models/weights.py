@@ -101,7 +101,10 @@ class WeightReader:
             data: Tensor = part[rows.start : rows.stop]
         else:
             data = part[rows.start : rows.stop, columns.start : columns.stop]
-        return data.to(device=self.device, dtype=self.dtype).contiguous()
+        # A copy always: what is read aliases the file, which someone may replace.
+        return data.to(
+            device=self.device, dtype=self.dtype, copy=True, memory_format=torch.contiguous_format
+        )
 
 
 def _open(file: Path) -> Any:  # Any: safetensors has no types for an open file

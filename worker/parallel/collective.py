@@ -1,4 +1,4 @@
-"""Collective: what the ranks of one group say to each other. `local` is one rank; gloo and nccl are torch's."""
+"""Collective: what the ranks of a group say to each other. gloo and nccl are torch's."""
 
 from abc import ABC, abstractmethod
 
