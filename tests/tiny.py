@@ -29,7 +29,7 @@ def make_tiny_model(
     num_shards: int = 1,
     weight_scale: float = 0.25,
 ) -> Path:
-    """Writes a Hugging Face directory of a random Llama in fp32; the same arguments, the same bytes.
+    """Writes a Hugging Face directory of a random fp32 Llama; the same arguments, the same bytes.
 
     `weight_scale` is large enough that greedy output is varied, not one repeated token.
     """

@@ -9,7 +9,7 @@ KernelSetName = Literal["auto", "reference", "triton", "sgl"]
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A checkpoint directory and what its config.json says of it (worker/models/registry.py reads it)."""
+    """A checkpoint directory and what its config.json says (worker/models/registry.py reads it)."""
 
     path: str
     architecture: str
