@@ -19,9 +19,9 @@ from paceline.cluster.front.auth import ApiKeys
 from paceline.cluster.front.errors import Unsupported, abort, answers_rpc
 from paceline.cluster.front.requests import (
     GenerationInput,
-    SamplingInput,
     resolve_request_id,
 )
+from paceline.cluster.front.sampling import SamplingInput
 from paceline.cluster.front.service import Complete, GenerationCore
 from paceline.cluster.version import version
 from paceline.cluster.wire import finish_reason_to_pb

@@ -177,7 +177,7 @@ class _Routes:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._core.resolver.check_model(name)
+        self._core.model.check_name(name)
         return JsonResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:  # Any: JSON
@@ -194,7 +194,7 @@ class _Routes:
 
     async def tokenize(self, request: Request) -> Response:
         body: TokenizeBody = await self._body(request, TokenizeBody)
-        self._core.resolver.check_model(body.model or "")
+        self._core.model.check_name(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", "prompt")
         if body.messages is not None:
@@ -211,7 +211,7 @@ class _Routes:
 
     async def detokenize(self, request: Request) -> Response:
         body: DetokenizeBody = await self._body(request, DetokenizeBody)
-        self._core.resolver.check_model(body.model or "")
+        self._core.model.check_name(body.model or "")
         text = self._core.detokenize(
             body.tokens, skip_special_tokens=bool(body.skip_special_tokens)
         )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from paceline.cluster.front.requests import SamplingInput
+from paceline.cluster.front.sampling import SamplingInput
 from paceline.worker.errors import InvalidRequest
 
 Body = TypeVar("Body", bound=msgspec.Struct)

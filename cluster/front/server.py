@@ -19,7 +19,8 @@ from paceline.cluster.front.channels import server_options
 from paceline.cluster.front.controller_client import ControllerResolver
 from paceline.cluster.front.grpc_api import HealthBoard, KeyInterceptor, add_services
 from paceline.cluster.front.http_api import build_http_app
-from paceline.cluster.front.requests import FrontLimits, ServedModel
+from paceline.cluster.front.requests import FrontLimits
+from paceline.cluster.front.served_model import ServedModel
 from paceline.cluster.front.service import GenerationCore
 from paceline.cluster.front.text import TextCodec
 from paceline.worker.config import ModelConfig

@@ -6,7 +6,6 @@ ended and the controller is told, once.
 """
 
 import asyncio
-import contextlib
 import logging
 import struct
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -14,12 +13,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import blake2b
 
-import grpc
-
 from paceline.cluster.front.answer import Answer, Chunk
 from paceline.cluster.front.channels import ChannelCache
 from paceline.cluster.front.controller_client import ControllerClient, ControllerResolver
-from paceline.cluster.front.errors import from_rpc_error, is_ours, reason_of
+from paceline.cluster.front.errors import reason_of
+from paceline.cluster.front.leader_client import SETTLE_S, LeaderClient, TryAgain
 from paceline.cluster.front.live import LiveReq, LiveTable
 from paceline.cluster.front.metrics import FrontMetrics
 from paceline.cluster.front.requests import (
@@ -27,18 +25,15 @@ from paceline.cluster.front.requests import (
     GenerationInput,
     ResolvedReq,
     Resolver,
-    ServedModel,
 )
+from paceline.cluster.front.served_model import ServedModel
 from paceline.cluster.front.stops import StopChecker
 from paceline.cluster.front.text import TextCodec
-from paceline.cluster.wire import finish_reason_from_pb, sampling_params_to_pb
+from paceline.cluster.wire import finish_reason_from_pb
 from paceline.protos.v1 import common_pb2, controller_pb2, group_pb2
-from paceline.protos.v1.group_pb2_grpc import GroupServiceStub
 from paceline.worker.clock import Clock, SystemClock
 from paceline.worker.errors import (
     AlreadyExists,
-    DeadlineExceeded,
-    InternalError,
     InvalidRequest,
     PacelineError,
     Unavailable,
@@ -50,15 +45,7 @@ log = logging.getLogger(__name__)
 # A leader lost before the first token: nothing was sent, so another group may take over.
 _MAX_RESUBMITS = 2
 _RESUBMIT_DELAY_S = 0.1  # doubled each time; the controller learns of a loss within it
-# How long a leader may take to end a request and hand over its receipt.
-_SETTLE_S = 1.0
 _AFFINITY_TOKENS = 64
-_LOST_CODES = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNKNOWN,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +62,6 @@ class Complete:
 
 # Closed, not only dropped, by who stops early: aclosing() takes a generator.
 Events = AsyncGenerator[Chunk | Complete, None]
-
-
-class _TryAgain(Exception):
-    """A leader was lost, or has not yet forgotten an earlier request of this id."""
-
-    def __init__(self, error: PacelineError) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 class GenerationCore:
@@ -110,6 +89,7 @@ class GenerationCore:
             wait_s=self.limits.controller_wait_s,
             clock=self._clock,
         )
+        self._leaders = LeaderClient(self._channels, self._clock)
         self._live = LiveTable(self.limits.max_concurrent_reqs)
         self._releases: dict[str, asyncio.Task[None]] = {}
         self.is_draining = False
@@ -143,9 +123,9 @@ class GenerationCore:
         live = self._live.get(req_id)
         if live is not None:
             live.is_aborted = True
-            if live.address and await self._abort_at(live.address, req_id):
+            if live.address and await self._leaders.abort(live.address, req_id):
                 # The leader ends the stream itself, with a receipt; if it does not, we do.
-                asyncio.get_running_loop().call_later(_SETTLE_S, live.wake)
+                asyncio.get_running_loop().call_later(SETTLE_S, live.wake)
             else:
                 live.wake()
             return True
@@ -177,7 +157,7 @@ class GenerationCore:
                 f"{limit} at once",
                 "token_ids",
             )
-        self.resolver.check_ids("token_ids", ids)
+        self.model.check_ids("token_ids", ids)
         return self.codec.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     async def status(self) -> controller_pb2.GetStatusResponse:
@@ -198,7 +178,7 @@ class GenerationCore:
                 f"this front drained for {timeout_s:g} s and stops; send the request again", 1.0
             )
             live.wake()
-        await self._live.wait_idle(_SETTLE_S)
+        await self._live.wait_idle(SETTLE_S)
         log.warning("drain aborted requests num=%d timeout_s=%g", len(cut_short), timeout_s)
         return len(cut_short)
 
@@ -210,7 +190,7 @@ class GenerationCore:
 
     async def close(self) -> None:
         if self._releases:
-            await asyncio.wait(self._releases.values(), timeout=_SETTLE_S)
+            await asyncio.wait(self._releases.values(), timeout=SETTLE_S)
         await self._channels.close()
         self.codec.close()
 
@@ -218,19 +198,23 @@ class GenerationCore:
 
     async def _admit(self, asked: GenerationInput, received_s: float) -> LiveReq:
         try:
-            if self.is_draining:
-                raise Unavailable("this front is draining; send the request to another", 1.0)
+            self._check_draining()
             self._live.check_room(asked.request_id)  # before any time is spent on it
             req = await self.resolver.resolve(asked)
             live = LiveReq(req, self._new_answer(req), received_s)
             pending = self._releases.get(req.req_id)
             if pending is not None:  # of an earlier request with this id: it must not hit ours
                 await asyncio.shield(pending)
+            self._check_draining()  # a drain that began meanwhile must not miss it
             self._live.add(live)
         except PacelineError as error:
             self.metrics.reject(reason_of(error))
             raise
         return live
+
+    def _check_draining(self) -> None:
+        if self.is_draining:
+            raise Unavailable("this front is draining; send the request to another", 1.0)
 
     def _new_answer(self, req: ResolvedReq) -> Answer:
         return Answer(
@@ -264,7 +248,7 @@ class GenerationCore:
                     async for event in events:
                         yield event
                 return
-            except _TryAgain as again:
+            except TryAgain as again:
                 log.warning(
                     "run failed group=%s req_id=%s num_tokens=%d: %s",
                     live.group_id,
@@ -298,84 +282,24 @@ class GenerationCore:
         return True
 
     async def _run(self, live: LiveReq) -> Events:
-        """One group's stream. Raises _TryAgain, or what the leader says."""
-        request = group_pb2.RunRequest(
-            req_id=live.req.req_id,
-            prompt_ids=live.req.prompt_ids,
-            output_ids=live.answer.output_ids,
-            sampling_params=sampling_params_to_pb(live.req.params),
-            priority=live.req.priority,
-            deadline_unix_s=live.req.deadline_unix_s,
-        )
-        time_left_s = max(0.0, live.req.deadline_unix_s - self._clock.unix_s())
-        async with self._channels.use(live.address) as channel:
-            call = GroupServiceStub(channel).Run(request, timeout=time_left_s)
-            live.call = call
-            try:
-                with self.metrics.running.track_inprogress():
-                    while True:
-                        message = await self._read(live, call)
-                        if message is None:
-                            for event in self._end_woken(live):
-                                yield event
-                            return
-                        chunk = self._take(live, message)
-                        if live.answer.matched_stop is not None:
-                            if chunk.token_ids:
-                                yield chunk
-                            await self._settle(live, call)
-                            yield self._complete(live, FinishReason.STOP)
-                            return
-                        if chunk.token_ids or chunk.text:
-                            yield chunk
-                        reason = finish_reason_from_pb(message.finish_reason)
-                        if reason is not None:
-                            live.group_receipt = message.receipt
-                            yield self._end_of(live, message, reason)
-                            return
-            finally:
-                live.call = None
-                call.cancel()
-
-    async def _read(
-        self,
-        live: LiveReq,
-        call: "grpc.aio.UnaryStreamCall[group_pb2.RunRequest, group_pb2.RunResponse]",
-    ) -> group_pb2.RunResponse | None:
-        """The next message; None when the request was woken up to end."""
-        try:
-            message = await call.read()
-        except asyncio.CancelledError:
-            if live.was_woken():
-                return None
-            raise
-        except grpc.aio.AioRpcError as rpc_error:
-            if live.is_ending:
-                return None
-            raise self._run_error(live, rpc_error) from None
-        if isinstance(message, group_pb2.RunResponse):
-            return message
-        raise InternalError(
-            f"group '{live.group_id}' ended request '{live.req.req_id}' without a finish reason"
-        )
-
-    def _run_error(self, live: LiveReq, rpc_error: grpc.aio.AioRpcError) -> Exception:
-        error = from_rpc_error(rpc_error)
-        if isinstance(error, DeadlineExceeded):
-            num_tokens = len(live.answer.output_ids)
-            return DeadlineExceeded(
-                f"the {live.req.time_limit_s:g} s of request '{live.req.req_id}' passed after "
-                f"{num_tokens} tokens; set a later deadline or lower max_tokens",
-                "decode" if num_tokens else error.phase or "prefill",
-            )
-        if isinstance(error, Unavailable) or (
-            not is_ours(rpc_error) and rpc_error.code() in _LOST_CODES
-        ):
-            return _TryAgain(Unavailable(error.message))
-        if isinstance(error, AlreadyExists):
-            # Not here, or `_admit` had refused it: the leader is about to end an earlier one.
-            return _TryAgain(error)
-        return error
+        """One group's stream. Raises TryAgain, or what the leader says."""
+        with self.metrics.running.track_inprogress():
+            async with aclosing(self._leaders.run(live)) as messages:
+                async for message in messages:
+                    chunk = self._take(live, message)
+                    if chunk.token_ids or chunk.text:
+                        yield chunk
+                    reason = finish_reason_from_pb(message.finish_reason)
+                    if reason is not None:
+                        live.group_receipt = message.receipt
+                        yield self._end_of(live, message, reason)
+                        return
+                    if live.answer.matched_stop is not None:
+                        live.group_receipt = await self._leaders.settle(live)
+                        yield self._complete(live, FinishReason.STOP)
+                        return
+        for event in self._end_woken(live):
+            yield event
 
     def _take(self, live: LiveReq, message: group_pb2.RunResponse) -> Chunk:
         """The message's tokens and the text they make final; with the last, all that was held."""
@@ -396,23 +320,6 @@ class GenerationCore:
             self.metrics.inter_token_latency.observe(now_s - live.last_token_s)
         live.last_token_s = now_s
 
-    async def _settle(
-        self,
-        live: LiveReq,
-        call: "grpc.aio.UnaryStreamCall[group_pb2.RunRequest, group_pb2.RunResponse]",
-    ) -> None:
-        """Ends a run that the front has had enough of, and collects its receipt.
-
-        A bare cancel would end it too, but the group's share of the receipt would be lost.
-        """
-        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
-            async with asyncio.timeout(_SETTLE_S):
-                await self._abort_at(live.address, live.req.req_id)
-                while isinstance(message := await call.read(), group_pb2.RunResponse):
-                    if message.finish_reason:
-                        live.group_receipt = message.receipt
-                        return
-
     # Ends.
 
     def _end_of(
@@ -421,7 +328,7 @@ class GenerationCore:
         if reason is FinishReason.ABORT and live.ended_by is not None:
             raise live.ended_by
         if live.answer.matched_stop is not None:
-            reason = FinishReason.STOP
+            return self._complete(live, FinishReason.STOP)
         matched = message.matched_token_id if message.HasField("matched_token_id") else None
         return self._complete(live, reason, matched)
 
@@ -481,17 +388,6 @@ class GenerationCore:
 
     # Aborts.
 
-    async def _abort_at(self, address: str, req_id: str) -> bool:
-        try:
-            async with self._channels.use(address) as channel:
-                reply = await GroupServiceStub(channel).AbortReq(
-                    group_pb2.AbortReqRequest(req_id=req_id), timeout=_SETTLE_S
-                )
-        except grpc.aio.AioRpcError as error:
-            log.debug("abort not delivered address=%s req_id=%s: %s", address, req_id, error)
-            return False
-        return reply.found
-
     async def _abort_elsewhere(self, req_id: str) -> bool:
         """Another front's request: its group knows it, the controller's queue may."""
         try:
@@ -499,7 +395,7 @@ class GenerationCore:
         except Unavailable:
             return False
         leaders = [g.address for g in status.groups if g.role == "target" and g.address]
-        found = await asyncio.gather(*(self._abort_at(address, req_id) for address in leaders))
+        found = await asyncio.gather(*(self._leaders.abort(address, req_id) for address in leaders))
         await self._controller.release(req_id)
         return any(found)
 

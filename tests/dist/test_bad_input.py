@@ -260,6 +260,20 @@ HTTP_BAD: dict[str, tuple[str, bytes, int, str | None, tuple[str, ...]]] = {
         "temperature",
         ("'temperature'", "out of range"),
     ),
+    "an integer of thousands of digits": (
+        "/v1/completions",
+        b'{"prompt":"x","max_tokens":' + b"9" * 4000 + b"}",
+        400,
+        "max_tokens",
+        ("max_tokens", "more than 70 bits"),
+    ),
+    "an id of thousands of digits": (
+        "/v1/completions",
+        b'{"prompt":[5,' + b"9" * 4000 + b"]}",
+        400,
+        "input_ids",
+        ("input_ids[1]", "0 to 263"),
+    ),
     "missing field": ("/v1/chat/completions", b"{}", 400, "messages", ("'messages' is missing",)),
     "no messages": (
         "/v1/chat/completions",

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.cluster.client import PacelineClient
-from paceline.cluster.front.requests import seed_of
+from paceline.cluster.front.sampling import seed_of
 from paceline.cluster.front.text import TextCodec
 from paceline.protos.v1 import admin_pb2, common_pb2, generation_pb2
 from paceline.protos.v1.admin_pb2_grpc import AdminServiceStub
@@ -176,6 +176,15 @@ async def test_a_stop_string_ends_the_answer_and_the_run(front: Front, per_step:
     assert complete.receipt.cached_tokens == 3  # the leader's share arrived although it was cut
     await poll(lambda: not front.leader.running)
     assert front.leader.aborts == ["s1"]
+
+
+async def test_a_stop_string_that_ends_with_the_last_token_keeps_the_receipt(front: Front) -> None:
+    front.leader.script.per_step = 2
+    _, complete = await collect(front.stub.Generate(ask("abcd", max_tokens=4, stop=["d"])))
+    assert (complete.text, complete.matched_stop_str) == ("abc", "d")
+    assert complete.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert complete.receipt.cached_tokens == 3
+    assert not front.leader.aborts
 
 
 async def test_a_leader_that_does_not_settle_costs_its_receipt_only(front: Front) -> None:
