@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.kernels.registry import load_kernels
-from paceline.worker.spec.select import Candidates, build_trees, organise, select_top_k_tokens
+from paceline.worker.spec.selection import Candidates, build_trees, organise, select_top_k_tokens
 
 VECTORS = json.loads(Path(__file__).with_name("draft_trees.json").read_text())["vectors"]
 

@@ -3,7 +3,7 @@
 With one branch a tree is a chain: its tokens are chosen as the target will choose them, with the
 req's parameters and the noise of its seed and position, and their KV lies in line, so what the
 target accepts need not be computed again. With more branches the best `topk` nodes of a level
-are computed and their best children compete for the next (`worker/spec/select.py`).
+are computed and their best children compete for the next (`worker/spec/selection.py`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.worker.draft.reqs import DraftReq, ReqKey
 from paceline.worker.draft.step_runner import StepRunner
 from paceline.worker.sampler import LogitRow, Sampler
-from paceline.worker.spec.select import Candidates, Selection, build_trees, select_top_k_tokens
+from paceline.worker.spec.selection import Candidates, Selection, build_trees, select_top_k_tokens
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import Phase
 

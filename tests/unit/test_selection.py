@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.worker.spec.select import Candidates, build_trees, organise, select_top_k_tokens
+from paceline.worker.spec.selection import Candidates, build_trees, organise, select_top_k_tokens
 
 NAN = float("nan")
 INF = float("inf")
