@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from paceline.cluster.front.detokenize import Detokenizer
 from paceline.cluster.front.stops import StopChecker
+from paceline.protos.v1 import common_pb2
+from paceline.worker.step import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +14,18 @@ class Chunk:
 
     token_ids: tuple[int, ...]
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The end of an answer."""
+
+    output_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    matched_token_id: int | None
+    matched_stop: str | None
+    receipt: common_pb2.Receipt
 
 
 class Answer:

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # ships n
     reflection,
 )
 
-from paceline.cluster.front.answer import Chunk
+from paceline.cluster.front.answer import Chunk, Complete
 from paceline.cluster.front.auth import ApiKeys
 from paceline.cluster.front.errors import Unsupported, abort, answers_rpc
 from paceline.cluster.front.requests import (
@@ -22,7 +22,7 @@ from paceline.cluster.front.requests import (
     resolve_request_id,
 )
 from paceline.cluster.front.sampling import SamplingInput
-from paceline.cluster.front.service import Complete, GenerationCore
+from paceline.cluster.front.service import GenerationCore
 from paceline.cluster.version import version
 from paceline.cluster.wire import finish_reason_to_pb
 from paceline.protos.v1 import admin_pb2, common_pb2, generation_pb2

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from paceline.cluster.front.answer import Chunk
+from paceline.cluster.front.answer import Chunk, Complete
 from paceline.cluster.front.auth import ApiKeys
 from paceline.cluster.front.errors import Cancelled, to_http
 from paceline.cluster.front.grpc_api import server_info
@@ -47,7 +47,7 @@ from paceline.cluster.front.openai_types import (
     refuse_unsupported,
 )
 from paceline.cluster.front.requests import GenerationInput
-from paceline.cluster.front.service import Complete, GenerationCore
+from paceline.cluster.front.service import GenerationCore
 from paceline.cluster.version import version
 from paceline.worker.errors import (
     InternalError,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.cluster.front.service import Complete
+from paceline.cluster.front.answer import Complete
 from paceline.protos.v1 import common_pb2
 
 Json = dict[str, Any]  # Any: JSON

@@ -10,10 +10,9 @@ import logging
 import struct
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from hashlib import blake2b
 
-from paceline.cluster.front.answer import Answer, Chunk
+from paceline.cluster.front.answer import Answer, Chunk, Complete
 from paceline.cluster.front.channels import ChannelCache
 from paceline.cluster.front.controller_client import ControllerClient, ControllerResolver
 from paceline.cluster.front.errors import reason_of
@@ -46,18 +45,6 @@ log = logging.getLogger(__name__)
 _MAX_RESUBMITS = 2
 _RESUBMIT_DELAY_S = 0.1  # doubled each time; the controller learns of a loss within it
 _AFFINITY_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Complete:
-    """The end of an answer."""
-
-    output_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    matched_token_id: int | None
-    matched_stop: str | None
-    receipt: common_pb2.Receipt
 
 
 # Closed, not only dropped, by who stops early: aclosing() takes a generator.
