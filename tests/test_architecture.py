@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +83,20 @@ def test_a_planted_import_is_caught(package: Path, module: str, line: str) -> No
     result = lint_imports(package)
     assert result.returncode == 1
     assert "BROKEN" in result.stdout, result.stdout + result.stderr
+
+
+def test_a_module_that_calls_itself_pure_is_held_to_it() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    held = tuple(contracts["contracts"][1]["source_modules"])
+    claims = [
+        ".".join(("paceline", *file.relative_to(ROOT).with_suffix("").parts))
+        for file in sources()
+        if " Pure." in (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n\n")[0]
+        and not file.is_relative_to(ROOT / "kernels")
+    ]
+    assert [
+        name for name in claims if not f"{name}.".startswith(tuple(f"{h}." for h in held))
+    ] == []
 
 
 # --- kernels ----------------------------------------------------------------------------------
