@@ -21,7 +21,7 @@ import ray
 
 from paceline.cluster.config import CONTROLLER_NAME, ClusterConfig
 from paceline.cluster.controller.actor import Controller
-from paceline.cluster.group.spawn import unwrap
+from paceline.cluster.group.spawn import brief, unwrap
 from paceline.cluster.preflight import check_local_ports, resolve_models
 from paceline.worker.errors import ConfigError, PacelineError, Unavailable
 
@@ -199,11 +199,14 @@ class _RaySession:
         try:
             ray.init(**options)
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise Unavailable(
-                f"Ray cluster '{settings.address or 'local'}' cannot be "
-                f"{'joined' if settings.address else 'started'}: {reason}"
-            ) from error
+            lines = str(error).strip().splitlines() or [repr(error)]
+            if settings.address:
+                raise Unavailable(
+                    f"Ray cluster '{settings.address}' cannot be joined: {lines[0]}; if "
+                    "`ray start --head` began it, set RAY_AUTH_MODE=token and have its "
+                    "~/.ray/auth_token here"
+                ) from error
+            raise Unavailable(f"Ray cannot be started on this machine: {lines[0]}") from error
         self._tell("ray", "ready", 1.0)
 
     def processes(self) -> list[_Process]:
@@ -319,4 +322,4 @@ def _get(ref: Any, timeout_s: float) -> Any:  # Any: what the actor's method ret
     except ray.exceptions.GetTimeoutError as error:
         raise Unavailable(f"the controller did not answer within {timeout_s:g} s") from error
     except ray.exceptions.RayError as error:
-        raise Unavailable(f"the controller died: {str(error).strip().splitlines()[0]}") from None
+        raise Unavailable(f"the controller died: {brief(error)}") from None

@@ -188,7 +188,13 @@ async def call_actor(ref: Any, what: str) -> Any:  # Any: what the actor's metho
     except ray.exceptions.RayTaskError as error:
         raise unwrap(error, what) from None
     except ray.exceptions.RayError as error:
-        raise Unavailable(f"{what} died: {str(error).strip().splitlines()[0]}") from None
+        raise Unavailable(f"{what} died: {brief(error)}") from None
+
+
+def brief(error: ray.exceptions.RayError) -> str:
+    """Ray's own errors are pages long: the first line, and the cause if a traceback is inside."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [repr(error)]
+    return lines[0] if "Traceback" not in str(error) else f"{lines[0]} … {lines[-1]}"
 
 
 def unwrap(error: ray.exceptions.RayTaskError, what: str) -> PacelineError:

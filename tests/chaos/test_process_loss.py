@@ -4,7 +4,7 @@ undisturbed run, or a typed error says that it is safe to ask again; and every p
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -43,16 +43,20 @@ def expected(tiny_model: Path) -> list[int]:
     return Judge(tiny_model).greedy(PROMPT, NUM_TOKENS)
 
 
-async def stream_and(deployment: Deployment, disturb: "list[int]") -> list[int]:
-    """The answer to PROMPT, with the processes killed after its first tokens."""
+async def stream_and(deployment: Deployment, victims: Sequence[int] = ()) -> list[int]:
+    """The answer to PROMPT, with some processes killed after its first tokens."""
     ids: list[int] = []
+    to_kill = list(victims)
     async with PacelineClient(deployment.grpc_address) as client:
         async for piece in client.generate(
             input_ids=PROMPT, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True
         ):
             ids += piece.token_ids
-            while disturb:
-                os.kill(disturb.pop(), signal.SIGKILL)
+            while to_kill:
+                os.kill(to_kill.pop(), signal.SIGKILL)
+            if piece.complete is not None:
+                assert list(piece.complete.output_ids) == ids
+                assert piece.complete.receipt.fallback_steps > 0 or not victims
     return ids
 
 
@@ -78,7 +82,7 @@ async def test_killed_draft_changes_no_token_and_comes_back(
     wait_for(lambda: is_paired(deployment, 0))
     epoch = group_info(deployment, "target-0").epoch
     old_pids = deployment.pids()["draft-0"]
-    assert await stream_and(deployment, list(old_pids)) == expected
+    assert await stream_and(deployment, old_pids) == expected
     wait_for(lambda: pages_are_back(deployment))
 
     wait_for(lambda: is_paired(deployment, epoch), 60.0)
@@ -100,7 +104,7 @@ async def test_killed_front_is_found_again_where_it_was(
         await stream_and(deployment, [pid])
     wait_for(lambda: pages_are_back_by_group(deployment))
     wait_for(lambda: is_healthy(deployment), 60.0)
-    assert await stream_and(deployment, []) == expected
+    assert await stream_and(deployment) == expected
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["leader", "follower"])
@@ -113,7 +117,7 @@ async def test_killed_target_rank_ends_streams_as_unavailable_and_the_group_is_r
     with pytest.raises(Unavailable):
         await stream_and(deployment, [pids[rank]])
     # Asked while the group is away: it waits in the queue, and is answered by the new group.
-    assert await stream_and(deployment, []) == expected
+    assert await stream_and(deployment) == expected
     wait_for(lambda: is_paired(deployment, before.epoch), 60.0)
     assert not set(deployment.pids()["target-0"]) & set(pids)
     wait_for(lambda: pages_are_back(deployment))
@@ -125,7 +129,7 @@ async def test_requests_in_the_queue_outlive_their_group(
     pids = deployment.pids()["target-0"]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    answers = await asyncio.gather(*(stream_and(deployment, []) for _ in range(3)))
+    answers = await asyncio.gather(*(stream_and(deployment) for _ in range(3)))
     assert answers == [expected] * 3
 
 

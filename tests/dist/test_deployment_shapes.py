@@ -1,0 +1,135 @@
+"""Deployments of other shapes answer alike: several groups, a tensor-parallel draft, no draft
+group at all; and a full queue refuses at once."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.cluster.client import PacelineClient
+from paceline.cluster.launch import Deployment
+from paceline.worker.errors import Overloaded
+from tests.deployment import Judge, deployed, group_info, local_ray, snapshot, wait_for
+
+PROMPTS = [[3 + i, 99, 150 - 7 * i, 20, 4 * i + 1] for i in range(6)]
+NUM_TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with local_ray(tmp_path_factory.mktemp("ray")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[int]]:
+    judge = Judge(tiny_model)
+    return [judge.greedy(prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+async def ask_all(deployment: Deployment) -> list[Any]:
+    async with PacelineClient(deployment.grpc_address) as client:
+        return await asyncio.gather(
+            *(
+                client.generate_text(
+                    input_ids=prompt, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True
+                )
+                for prompt in PROMPTS
+            )
+        )
+
+
+async def test_two_groups_share_the_requests_and_each_has_a_draft_of_two_ranks(
+    ray_cluster: None, tiny_model: Path, tiny_draft: Path, expected: list[list[int]]
+) -> None:
+    with deployed(
+        tiny_model,
+        "two-groups",
+        target__groups=2,
+        draft__method="standalone",
+        draft__model=str(tiny_draft),
+        draft__groups=2,
+        draft__tensor_parallel_size=2,
+        draft__topk=2,
+        draft__num_steps=3,
+        draft__fallback="ngram",
+        cache__num_pages=200,
+        scheduler__max_num_seqs=3,
+    ) as deployment:
+        pairs = {group_info(deployment, f"target-{i}").draft_group_id for i in range(2)}
+        assert pairs == {"draft-0", "draft-1"}
+        answers = await ask_all(deployment)
+    assert [list(answer.output_ids) for answer in answers] == expected
+    assert {answer.receipt.group_id for answer in answers} == {"target-0", "target-1"}
+    assert all(answer.receipt.proposed_tokens for answer in answers)
+
+
+@pytest.mark.parametrize("method", ["ngram", "standalone"])
+async def test_draft_in_the_leaders_process_changes_no_token(
+    ray_cluster: None, tiny_model: Path, tiny_draft: Path, expected: list[list[int]], method: str
+) -> None:
+    settings: dict[str, Any] = {"draft__method": method}
+    if method == "standalone":
+        settings |= {"draft__model": str(tiny_draft), "draft__placement": "colocated"}
+    with deployed(
+        tiny_model, f"colocated-{method}", cache__num_pages=200, **settings
+    ) as deployment:
+        assert deployment.pids().keys() == {"controller", "target-0", "front-0"}
+        answers = await ask_all(deployment)
+    assert [list(answer.output_ids) for answer in answers] == expected
+    assert any(answer.receipt.proposed_tokens for answer in answers)
+
+
+async def test_full_queue_refuses_at_once_and_says_when_to_come_back(
+    ray_cluster: None, tiny_model: Path, expected: list[list[int]]
+) -> None:
+    with deployed(
+        tiny_model,
+        "full-queue",
+        cache__num_pages=64,
+        cache__enable_prefix_caching=False,
+        scheduler__max_num_seqs=1,
+        queue__max_num_reqs=2,
+    ) as deployment:
+        async with PacelineClient(deployment.grpc_address) as client:
+            running = client.generate(
+                input_ids=PROMPTS[0], temperature=0.0, max_tokens=480, ignore_eos=True
+            )
+            await anext(running)
+            waiting = [
+                asyncio.create_task(
+                    client.generate_text(
+                        input_ids=PROMPTS[i],
+                        temperature=0.0,
+                        max_tokens=NUM_TOKENS,
+                        ignore_eos=True,
+                    )
+                )
+                for i in (1, 2)
+            ]
+            await wait_for_queue(client, 2)
+            with pytest.raises(Overloaded) as caught:
+                await client.generate_text(input_ids=PROMPTS[3], max_tokens=4)
+            assert caught.value.retry_after_s > 0
+            assert "2" in caught.value.message
+            async with httpx.AsyncClient(trust_env=False) as http:
+                response = await http.post(
+                    f"{deployment.http_url}/v1/completions", json={"prompt": "x", "max_tokens": 4}
+                )
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
+            await running.aclose()  # type: ignore[attr-defined]  # an async generator
+            answers = await asyncio.gather(*waiting)
+        assert [list(answer.output_ids) for answer in answers] == expected[1:3]
+        address = group_info(deployment, "target-0").address
+        wait_for(lambda: snapshot(address).num_free_pages == 64)
+        assert snapshot(address).num_orphaned_pages == 0
+
+
+async def wait_for_queue(client: PacelineClient, num_reqs: int) -> None:
+    async with asyncio.timeout(20):
+        while (await client.server_info()).num_queued_reqs != num_reqs:
+            await asyncio.sleep(0.01)
