@@ -90,10 +90,6 @@ class FrontActor:
         """Until `stop`; the controller awaits it to learn of a death."""
         await self._has_stopped.wait()
 
-    async def begin_drain(self) -> None:
-        if self._server is not None:
-            await self._server.begin_drain()
-
     async def stop(self, grace_s: float) -> int:
         """Lets running requests end for `grace_s`; how many were aborted."""
         num_aborted = 0
