@@ -1,4 +1,6 @@
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,3 +73,8 @@ def test_a_draft_leader_needs_an_address(
 ) -> None:
     assert main({"PACELINE_WORKER_CONFIG": encode_config(config)}) == 1
     assert "PACELINE_WORKER_LISTEN is ''" in capsys.readouterr().err
+
+
+def test_the_entry_loads_no_torch_before_it_has_set_its_environment() -> None:
+    code = "import sys, paceline.worker.entry; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
