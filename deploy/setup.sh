@@ -22,7 +22,7 @@ fail() { say "$*"; exit 1; }
 pip() {
     "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" 2>&1 | tee -a "$log" |
         awk '/^Collecting / { sub(/[^A-Za-z0-9_.-].*/, "", $2); printf "%s%s", n++ % 8 ? " " : "\n    ", $2 }
-             /^Installing collected/ { printf "\n    … installing %d packages", n }
+             /^Installing collected/ && n { printf "\n    … installing %d packages", n }
              { fflush() } END { if (n) print "" }' >&2
 }
 

@@ -1,5 +1,7 @@
 """What is on the disk is what is declared, and what a wheel carries."""
 
+import ast
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -100,6 +102,39 @@ def test_the_pinned_versions_satisfy_what_is_declared() -> None:
         needed = Requirement(text)
         pin = pins[canonicalize_name(needed.name)]
         assert needed.specifier.contains(pin, prereleases=True), f"{text}: pinned is {pin}"
+
+
+# Imported by one command only, which says so when it is missing.
+OPTIONAL = {"transformers"}
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Nothing works only because another dependency happens to bring it along."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {
+        canonicalize_name(Requirement(text).name)
+        for text in project["dependencies"] + project["optional-dependencies"]["cuda"]
+    } | OPTIONAL
+    of_module = importlib.metadata.packages_distributions() | {"sgl_kernel": ["sglang-kernel"]}
+    missing = {
+        f"{file.relative_to(ROOT)}: {module}"
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*.py")
+        for module in _imported(file)
+        if not declared & {canonicalize_name(name) for name in of_module.get(module, [module])}
+    }
+    assert sorted(missing) == []
+
+
+def _imported(file: Path) -> set[str]:
+    """Top-level names a file imports, anywhere in it, beyond the standard library and ours."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"paceline"}
 
 
 def _pin(line: str) -> tuple[str, str]:
