@@ -100,7 +100,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
 
 
 class KvMoves(msgspec.Struct, frozen=True, tag="moves"):
-    """Copies of KV from slot to slot in every layer: `tgt[i] = src[i]`, gathered before scattered."""
+    """KV copied from slot to slot in every layer: `tgt[i] = src[i]`, gathered before scattered."""
 
     src: tuple[int, ...]
     tgt: tuple[int, ...]
