@@ -1,5 +1,6 @@
 """A skip that nobody allowed fails a run, however well the rest went."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,10 @@ def run(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_planted.py").write_text(f"import pytest\n{tests}\ndef test_passes(): pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
     command += ["--rootdir", str(folder), str(folder)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_a_gpu_test_may_skip_and_is_printed(tmp_path: Path) -> None:
