@@ -1,4 +1,5 @@
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -143,6 +144,20 @@ def test_a_peer_that_leaves_wakes_those_who_sum(use_shared_memory: bool) -> None
         group[0].shutdown()
         with pytest.raises(Unavailable, match="tp_rank 1 of 2"):
             waiting.result(20.0)
+
+
+def test_a_peer_that_leaves_after_a_sum_takes_nothing_back() -> None:
+    with ranks(2) as group, ThreadPoolExecutor(1) as pool:
+        early = group[0]
+        assert isinstance(early, TorchCollective)
+        assert early._memory is not None
+        sum_of_early = pool.submit(early.all_reduce, torch.full((1,), 3.0))
+        deadline_s = time.monotonic() + 20.0
+        while early._memory._counters[0] < 1:
+            assert time.monotonic() < deadline_s
+        early._memory.close()  # before the other has looked whether it came
+        assert group[1].all_reduce(torch.ones(1)).item() == 4.0
+        assert sum_of_early.result(20.0).item() == 4.0
 
 
 def test_shared_memory_leaves_no_name_behind() -> None:

@@ -24,7 +24,6 @@ from paceline.worker.errors import Unavailable
 
 SLOT_BYTES = 2 << 20  # of one rank in one exchange; a longer tensor goes by the process group
 _LINE_BYTES = 64  # a cache line of its own for each rank's counter
-_CLOSED = -1
 _MAX_VIEWS = 1024  # shapes remembered; few differ while decoding
 _SHM = Path("/dev/shm")
 # A peer is usually there within microseconds; past these rounds (about 0.4 ms) it has lost its
@@ -103,6 +102,7 @@ class SharedMemory:
         lines = words.reshape(-1, _LINE_BYTES // 8)[:tp_size]
         self._counters = lines[:, 0]
         self._pids = lines[:, 1]
+        self._closed = lines[:, 2]  # apart from the counter, which peers may have yet to see
         self._pids[tp_rank] = os.getpid()
         self._slots = [
             [
@@ -146,7 +146,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Peers that wait for this rank fail at once. Safe to repeat."""
-        self._counters[self._tp_rank] = _CLOSED
+        self._closed[self._tp_rank] = 1
 
     def _wait(self, rank: int) -> None:
         counters, wanted = self._counters, self._round
@@ -155,9 +155,10 @@ class SharedMemory:
                 return
             os.sched_yield()  # which lets go of the interpreter's lock too
         start_s = asked_s = time.monotonic()
-        while (count := counters[rank]) < wanted:
+        while counters[rank] < wanted:
             now_s = time.monotonic()
-            if count == _CLOSED:
+            # Closed first: a peer that came and then left is to be seen as having come.
+            if self._closed[rank] and counters[rank] < wanted:
                 raise Unavailable(f"tp_rank {rank} left the group")
             if now_s - start_s > self._timeout_s:
                 raise Unavailable(f"tp_rank {rank} did not come within {self._timeout_s:g} s")
