@@ -1,4 +1,4 @@
-"""Collective: what the ranks of a group say to each other. gloo and nccl are torch's."""
+"""Collective: what the ranks of one group say to each other; one rank, or torch's gloo and nccl."""
 
 from abc import ABC, abstractmethod
 
