@@ -72,7 +72,8 @@ def measure_ratio(
 
     The order alternates from block to block, so that neither always follows the other.
     """
-    ours_values, theirs_values = [], []
+    ours_values: list[float] = []
+    theirs_values: list[float] = []
     for block in range(num_blocks):
         pair = [(ours, ours_values), (theirs, theirs_values)]
         for run, values in pair if block % 2 == 0 else reversed(pair):

@@ -259,7 +259,7 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
             target, stream.attach.epoch, stream.num_bad_rows,
         )  # fmt: skip
 
-    # ---- AdminService: the rest is UNIMPLEMENTED by the generated base
+    # ---- AdminService
 
     async def Snapshot(  # noqa: N802
         self,
@@ -276,6 +276,25 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
             step_id=held.step_id,
             epoch=max((s.attach.epoch for s in self._streams.values()), default=0),
             draft_attached=bool(self._streams),
+        )
+
+    async def AttachDraft(  # noqa: N802
+        self,
+        request: admin_pb2.AttachDraftRequest,
+        context: aio.ServicerContext[admin_pb2.AttachDraftRequest, admin_pb2.AttachDraftResponse],
+    ) -> admin_pb2.AttachDraftResponse:
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED, "a draft has no draft of its own; call a target's leader"
+        )
+
+    async def Drain(  # noqa: N802
+        self,
+        request: admin_pb2.DrainRequest,
+        context: aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainResponse],
+    ) -> admin_pb2.DrainResponse:
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED,
+            "a draft may stop at any time; drain the targets it serves",
         )
 
     # ---- health
