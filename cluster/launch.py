@@ -139,7 +139,7 @@ def start(
     try:
         session.open()
         tell("controller", "start", 0.0)
-        controller = _create_controller(config)
+        controller = _create_controller(config, is_local=session.is_local)
         addresses = _wait_started(controller, config, tell)
     except BaseException:
         if controller is not None:
@@ -165,7 +165,7 @@ class _RaySession:
         self._tell = tell
         self._work_dir: Path | None = None
         self._is_ours = False  # whether `close` disconnects
-        self._is_local = False  # whether `close` ends the cluster
+        self.is_local = False  # whether `close` ends the cluster
 
     def open(self) -> None:
         """Raises: Unavailable: Ray cannot be started, or the cluster cannot be joined."""
@@ -195,7 +195,7 @@ class _RaySession:
             # Ray reads it when it starts its processes; there is no argument for it.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._is_ours = True
-        self._is_local = not settings.address
+        self.is_local = not settings.address
         try:
             ray.init(**options)
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
@@ -211,7 +211,7 @@ class _RaySession:
 
     def processes(self) -> list[_Process]:
         """All processes of the local cluster; none of a joined one, which is not ours to judge."""
-        if not self._is_local:
+        if not self.is_local:
             return []
         found = []
         for process in psutil.Process().children(recursive=True):
@@ -228,7 +228,7 @@ class _RaySession:
             shutil.rmtree(self._work_dir, ignore_errors=True)
 
 
-def _create_controller(config: ClusterConfig) -> Any:  # Any: a Ray handle
+def _create_controller(config: ClusterConfig, *, is_local: bool) -> Any:  # Any: a Ray handle
     namespace = config.ray.namespace
     try:
         ray.get_actor(CONTROLLER_NAME, namespace)
@@ -250,7 +250,7 @@ def _create_controller(config: ClusterConfig) -> Any:  # Any: a Ray handle
             enable_task_events=False,
             runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
         )
-        .remote(config)
+        .remote(config, is_local=is_local)
     )
 
 
@@ -258,17 +258,23 @@ def _wait_started(
     controller: Any, config: ClusterConfig, tell: Progress
 ) -> Sequence[tuple[str, str]]:  # Any: a Ray handle
     started = controller.start.remote()
+    # Progress may be slow to come: a rank that is not created yet cannot answer.
+    progress = controller.progress.remote()
     shown: dict[str, tuple[str, float]] = {}
     while True:
         ready, _ = ray.wait([started], timeout=_POLL_S)
         if ready:
-            tell("controller", "ready", 1.0)
             addresses: Sequence[tuple[str, str]] = _get(started, 1.0)
+            tell("controller", "ready", 1.0)
             return addresses
-        for process, stage, fraction in _get(controller.progress.remote(), 60.0):
+        ready, _ = ray.wait([progress], timeout=0)
+        if not ready:
+            continue
+        for process, stage, fraction in _get(progress, 1.0):
             if shown.get(process) != (stage, fraction):
                 shown[process] = (stage, fraction)
                 tell(process, stage, fraction)
+        progress = controller.progress.remote()
 
 
 def _shut_down(controller: Any, drain_s: float, hurry: threading.Event) -> int:  # Any: as above

@@ -47,10 +47,14 @@ Progress = list[tuple[str, str, float]]  # (process, stage, fraction of the stag
 
 
 class Controller:
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, *, is_local: bool = False) -> None:
+        """`is_local`: Ray was started for this deployment, on this machine alone: what our own
+        processes say to each other is then not to be reached from outside, and no node will join.
+        """
         configure_logging("controller")
         self._config = config
-        self._host = ray.util.get_node_ip_address()
+        self._is_local = is_local
+        self._host = "127.0.0.1" if is_local else ray.util.get_node_ip_address()
         queue = config.queue
         limits = AdmissionLimits(
             max_waiting_reqs=queue.max_num_reqs, max_waiting_prompt_tokens=queue.max_num_tokens
@@ -98,7 +102,7 @@ class Controller:
         if self._start_task is not None and not self._start_task.done():
             self._start_task.cancel()
             await asyncio.wait([self._start_task])
-        num_aborted = 0
+        num_aborted: int = 0
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + drain_s
         num_aborted += sum(await _all(front.stop(drain_s) for front in self._fronts))
@@ -119,10 +123,6 @@ class Controller:
             await self._server.stop(0.5)
         log.info("deployment ended num_aborted=%d", num_aborted)
         return num_aborted
-
-    async def begin_drain(self) -> None:
-        """Fronts are not ready any more and refuse new requests; running ones go on."""
-        await _all(front.begin_drain() for front in self._fronts)
 
     async def progress(self) -> Progress:
         """What is being waited for, while the deployment starts."""
@@ -162,11 +162,12 @@ class Controller:
         self._spawn(self._core.tick())
         config, nodes = self._config, view_nodes()
         device = choose_device(config, nodes)
-        specs = target_specs(config, device) + draft_specs(config, device)
+        host = self._host if self._is_local else ""
+        specs = target_specs(config, device, host) + draft_specs(config, device, host)
         placement = await wait_for_room(
             [spec.request for spec in specs],
             config.ray.placement_timeout_s,
-            can_grow=bool(config.ray.address),
+            can_grow=not self._is_local,
             progress=self._say_waiting,
         )
         self._waiting_for = ""

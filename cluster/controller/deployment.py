@@ -17,7 +17,7 @@ def choose_device(config: ClusterConfig, nodes: Sequence[NodeView]) -> str:
     return "cuda" if any(node.total.gpus for node in nodes) else "cpu"
 
 
-def target_specs(config: ClusterConfig, device: str) -> list[GroupSpec]:
+def target_specs(config: ClusterConfig, device: str, host: str = "") -> list[GroupSpec]:
     draft_ref = None
     if config.draft.method == "standalone" and config.draft.placement == "colocated":
         draft_ref = _draft_ref(config)
@@ -37,6 +37,7 @@ def target_specs(config: ClusterConfig, device: str) -> list[GroupSpec]:
                 fallback=config.draft.fallback,
                 kernels=config.kernels,
                 device=device,
+                host=host,
                 namespace=config.ray.namespace,
             ),
             per_rank=_per_rank(config, device),
@@ -45,7 +46,7 @@ def target_specs(config: ClusterConfig, device: str) -> list[GroupSpec]:
     ]
 
 
-def draft_specs(config: ClusterConfig, device: str) -> list[GroupSpec]:
+def draft_specs(config: ClusterConfig, device: str, host: str = "") -> list[GroupSpec]:
     if not config.draft.is_decoupled:
         return []
     # Every target may send it a full batch; targets share the drafts evenly.
@@ -64,6 +65,7 @@ def draft_specs(config: ClusterConfig, device: str) -> list[GroupSpec]:
                 spec=config.spec_config(),
                 kernels=config.kernels,
                 device=device,
+                host=host,
                 namespace=config.ray.namespace,
             ),
             per_rank=_per_rank(config, device),

@@ -253,13 +253,6 @@ class FrontSupervisor:
         _retrieve(self.first_start)
         return num_aborted
 
-    async def begin_drain(self) -> None:
-        if self.addresses is not None:
-            try:
-                await self._call(self._actor.begin_drain.remote())
-            except PacelineError as error:
-                log.warning("front did not begin to drain front=%s: %s", self.name, error)
-
     async def pids(self) -> list[int]:
         if self._actor is None:
             return []

@@ -30,7 +30,7 @@ class DraftLeader:
     def __init__(self, settings: RankSettings) -> None:
         configure_logging(f"{settings.group_id}/0")
         self._settings = settings
-        self._host = ray.util.get_node_ip_address()
+        self._host = settings.host or ray.util.get_node_ip_address()
         self._progress = ("start", 0.0)
         self._listener: socket.socket | None = None
         self._server: DraftServer | None = None
@@ -59,7 +59,7 @@ class DraftLeader:
         from paceline.worker.spec.vocab import vocab_hash
 
         config, proposer = await asyncio.to_thread(self._build, rendezvous)
-        self._server = DraftServer(
+        self._server = DraftServer(  # type: ignore[abstract]  # the rest is UNIMPLEMENTED, as meant
             proposer,
             vocab_hash=vocab_hash(config.model.path),
             vocab_size=config.model.vocab_size,

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import threading
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -54,7 +53,7 @@ class GroupLeader:
     def __init__(self, settings: RankSettings) -> None:
         configure_logging(f"{settings.group_id}/0")
         self._settings = settings
-        self._host = ray.util.get_node_ip_address()
+        self._host = settings.host or ray.util.get_node_ip_address()
         self._progress = ("start", 0.0)
         self._listener: socket.socket | None = None
         self._address = ""
@@ -115,12 +114,15 @@ class GroupLeader:
         )
         self._loop_thread.start()
         reports = asyncio.create_task(self._reporter.run())
+        ended = asyncio.create_task(self._has_ended.wait())
         try:
-            await self._has_ended.wait()
+            # Reports never end by themselves; a group that cannot report is of no use.
+            await asyncio.wait((ended, reports), return_when=asyncio.FIRST_COMPLETED)
+            if reports.done():
+                reports.result()
         finally:
             reports.cancel()
-            with suppress(asyncio.CancelledError):
-                await reports
+            ended.cancel()
             await self._server.set_not_serving()
         if not self._loop.healthy:
             await self._server.stop(1.0)  # the errors of the running streams still go out

@@ -81,7 +81,7 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
         self, request: group_pb2.RunRequest, context: Context
     ) -> AsyncIterator[group_pb2.RunResponse]:
         aio_loop = asyncio.get_running_loop()
-        events: asyncio.Queue[ReqEvent] = asyncio.Queue()
+        events: asyncio.Queue[ReqEvent] = asyncio.Queue()  # the req's own max_tokens bounds it
         req = _new_req(request)
 
         def sink(event: ReqEvent) -> None:
@@ -153,7 +153,7 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
     async def set_not_serving(self) -> None:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def _set_health(self, status: int) -> None:
         for name in ("", SERVICE_NAME):
             await self._health.set(name, status)
 

@@ -43,6 +43,7 @@ class RankSettings:
     kernels: KernelSetName = "auto"
     device: str = "cpu"
     num_threads: int = 0
+    host: str = ""  # that its listeners bind to; empty is the node's address as Ray knows it
     namespace: str = ""  # of the controller's name
     timeout_s: float = 60.0  # of one collective
 

@@ -21,6 +21,7 @@ from paceline.cluster.group.settings import RankSettings
 from paceline.cluster.naming import placement_group_name, rank_name
 from paceline.cluster.placement.bundles import GroupPlan, GroupRequest, Resources
 from paceline.cluster.placement.groups import create_placement_group
+from paceline.worker.entry import RANK_ENV
 from paceline.worker.errors import InternalError, PacelineError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -136,7 +137,8 @@ class RunningGroup:
             cls: type = GroupRank
         else:
             cls = GroupLeader if self.spec.role == "target" else DraftLeader
-        env = {"OMP_NUM_THREADS": str(num_threads)}  # read when torch is imported
+        # Read when torch is loaded.
+        env = {**RANK_ENV, "OMP_NUM_THREADS": str(num_threads)}
         if not self.spec.per_rank.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ""  # Ray no longer hides GPUs from those that own none
         settings = replace(self.spec.settings, tp_rank=tp_rank, num_threads=num_threads)

@@ -6,7 +6,7 @@ to tell a person whom it keeps waiting.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Strategy = Literal["STRICT_PACK", "PACK"]
@@ -82,12 +82,9 @@ class Shortfall:
     left: tuple[tuple[NodeView, Resources], ...]  # what each node has left for the next rank
 
     @property
-    def is_hopeless(self) -> bool:
-        """Whether it would not fit even if all nodes were empty."""
-        per_rank = self.request.per_rank
-        return sum(node.total.num_fitting(per_rank) for node, _ in self.left) < (
-            self.request.num_ranks
-        )
+    def others_hold_some(self) -> bool:
+        """Whether something that is not of this start takes resources."""
+        return any(not node.free.holds(node.total) for node, _ in self.left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +117,12 @@ def plan_groups(requests: Sequence[GroupRequest], nodes: Sequence[NodeView]) -> 
             )
         )
     return Placement(tuple(plans), tuple(shortfalls))
+
+
+def could_ever_fit(requests: Sequence[GroupRequest], nodes: Sequence[NodeView]) -> bool:
+    """Whether all groups would fit together if nothing else ran on these nodes."""
+    empty = [replace(node, free=node.total) for node in nodes]
+    return not plan_groups(requests, empty).shortfalls
 
 
 def explain(shortfalls: Sequence[Shortfall]) -> str:
@@ -166,7 +169,7 @@ def _fix(shortfall: Shortfall) -> str:
     ways = []
     if shortfall.num_placed:
         ways.append(f"lower {request.flag} to {shortfall.num_placed}")
-    if not shortfall.is_hopeless:
+    if shortfall.others_hold_some:
         ways.append("stop what holds the other resources")
     if asked.cpus and not asked.gpus:
         num_cpus = sum(node.total.cpus for node, _ in shortfall.left)

@@ -16,6 +16,7 @@ from paceline.cluster.placement.bundles import (
     NodeView,
     Placement,
     Resources,
+    could_ever_fit,
     explain,
     plan_groups,
 )
@@ -68,10 +69,11 @@ async def wait_for_room(
     clock = clock or SystemClock()
     deadline_s = clock.monotonic() + timeout_s
     while True:
-        placement = plan_groups(requests, view_nodes())
+        nodes = view_nodes()
+        placement = plan_groups(requests, nodes)
         if not placement.shortfalls:
             return placement
-        is_hopeless = not can_grow and any(s.is_hopeless for s in placement.shortfalls)
+        is_hopeless = not can_grow and not could_ever_fit(requests, nodes)
         if is_hopeless or clock.monotonic() >= deadline_s:
             waited = "" if is_hopeless else f" within {timeout_s:g} s"
             raise PlacementError(
@@ -87,7 +89,7 @@ async def create_placement_group(plan: GroupPlan, name: str, timeout_s: float) -
 
     Raises: PlacementError: not placed within `timeout_s`; the reservation is withdrawn.
     """
-    group = placement_group(
+    group: PlacementGroup = placement_group(
         [bundle.as_ray() for bundle in plan.bundles], strategy=plan.strategy, name=name
     )
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, Deployment
 
 from paceline.cluster.config import DEFAULT_NAMESPACE, ClusterConfig, load_config
 from paceline.cluster.serve.ingress import Engine, Ingress
@@ -36,14 +36,13 @@ def build_app(args: dict[str, Any]) -> Application:  # Any: values as YAML or a 
     settings = _flatten(args)
     attach = _take(settings, "attach", bool, default=False)
     num_replicas = _take(settings, "num_replicas", int, default=1)
-    ingress = serve.deployment(
-        serve.ingress()(Ingress),
+    ingress: Deployment = serve.deployment(
         name="PacelineIngress",
         num_replicas=num_replicas,
         max_ongoing_requests=1024,  # our own queue is the bound; Serve's would only hide it
         health_check_period_s=_HEALTH_PERIOD_S,
         ray_actor_options=_ACTOR_OPTIONS,
-    )
+    )(serve.ingress()(Ingress))
     if attach:
         namespace = settings.pop("ray.namespace", DEFAULT_NAMESPACE)
         if settings:
@@ -53,14 +52,13 @@ def build_app(args: dict[str, Any]) -> Application:  # Any: values as YAML or a 
             )
         return ingress.bind(str(namespace))
     config = _config(settings)
-    engine = serve.deployment(
-        Engine,
+    engine: Deployment = serve.deployment(
         name="PacelineEngine",
         num_replicas=1,
         health_check_period_s=_HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=config.ray.shutdown_timeout_s + _STOP_S,
         ray_actor_options=_ACTOR_OPTIONS,
-    )
+    )(Engine)
     return ingress.bind(config.ray.namespace, engine.bind(config))
 
 

@@ -29,7 +29,9 @@ _START_POLL_S = 0.5
 class Engine:
     """Starts a deployment on the cluster Serve runs on, and ends it with itself."""
 
-    async def __init__(self, config: ClusterConfig) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, config: ClusterConfig
+    ) -> None:
         from paceline.cluster.launch import start
 
         configure_logging("serve-engine")
@@ -57,7 +59,9 @@ class Ingress:
         engine: a handle of the Engine that starts it; None when it runs already.
     """
 
-    async def __init__(self, namespace: str, engine: Any = None) -> None:  # Any: a Serve handle
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, namespace: str, engine: Any = None
+    ) -> None:  # Any: a Serve handle
         from paceline.cluster.front.actor import front_settings
         from paceline.cluster.front.server import build_core
 

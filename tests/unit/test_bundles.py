@@ -7,6 +7,7 @@ from paceline.cluster.placement.bundles import (
     GroupRequest,
     NodeView,
     Resources,
+    could_ever_fit,
     explain,
     plan_groups,
 )
@@ -50,7 +51,7 @@ def test_later_groups_see_what_earlier_ones_took() -> None:
     )
     assert [p.group_id for p in placement.plans] == ["target-0"]
     assert [s.request.group_id for s in placement.shortfalls] == ["draft-0"]
-    assert not placement.shortfalls[0].is_hopeless
+    assert "stop what holds" not in explain(placement.shortfalls)  # it is this start itself
 
 
 def test_shortfall_names_bundles_nodes_and_the_way_out() -> None:
@@ -58,7 +59,7 @@ def test_shortfall_names_bundles_nodes_and_the_way_out() -> None:
         [GroupRequest("target-0", 64, Resources(0.5))], [node("1", 2), node("2", 1)]
     )
     (shortfall,) = placement.shortfalls
-    assert shortfall.is_hopeless
+    assert not shortfall.others_hold_some
     text = explain(placement.shortfalls)
     assert "group target-0: 64 ranks asked, 6 can be placed" in text
     assert "bundle 6 asks CPU 0.5: fits on no node" in text
@@ -81,9 +82,11 @@ def test_missing_gpu_is_named_as_such() -> None:
 
 def test_busy_node_is_told_from_a_small_one() -> None:
     busy = node("1", 4, free=Resources(0.5))
-    (shortfall,) = plan_groups([GroupRequest("t", 2, Resources(1))], [busy]).shortfalls
-    assert not shortfall.is_hopeless
+    request = GroupRequest("t", 2, Resources(1))
+    (shortfall,) = plan_groups([request], [busy]).shortfalls
     assert "stop what holds the other resources" in explain([shortfall])
+    assert could_ever_fit([request], [busy])
+    assert not could_ever_fit([request, request, request], [busy])
 
 
 def test_empty_cluster_says_so() -> None:
