@@ -6,7 +6,7 @@ Run as a script it serves the model directory of its first argument and prints i
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,9 +19,18 @@ from paceline.worker.spec.vocab import vocab_hash
 SPEC = SpecConfig(method="standalone", draft_timeout_s=5.0)
 
 
-def draft_config(model: Path, spec: SpecConfig = SPEC, *, num_pages: int = 64) -> WorkerConfig:
+def draft_config(
+    model: Path,
+    spec: SpecConfig = SPEC,
+    *,
+    num_pages: int = 64,
+    max_model_len: int = 128,
+    skip_layers: Sequence[int] = (),
+) -> WorkerConfig:
     return WorkerConfig(
-        model=load_model_config(model, max_model_len=128, dtype="float32"),
+        model=load_model_config(
+            model, max_model_len=max_model_len, dtype="float32", skip_layers=skip_layers
+        ),
         cache=CacheConfig(page_size=4, num_pages=num_pages),
         scheduler=SchedulerConfig(max_num_seqs=8),
         spec=spec,
@@ -63,8 +72,13 @@ class DraftHost:
 
 @contextmanager
 def draft_host(model: Path, spec: SpecConfig = SPEC, *, num_pages: int = 64) -> Iterator[DraftHost]:
-    config = draft_config(model, spec, num_pages=num_pages)
-    host = DraftHost(model, build_proposer(config), config.model.vocab_size)
+    with draft_host_of(draft_config(model, spec, num_pages=num_pages)) as host:
+        yield host
+
+
+@contextmanager
+def draft_host_of(config: WorkerConfig) -> Iterator[DraftHost]:
+    host = DraftHost(Path(config.model.path), build_proposer(config), config.model.vocab_size)
     try:
         yield host
     finally:

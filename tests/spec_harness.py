@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig, WorkerConfig
+from paceline.worker.config import (
+    CacheConfig,
+    KernelSetName,
+    SchedulerConfig,
+    SpecConfig,
+    WorkerConfig,
+)
 from paceline.worker.models.registry import load_model_config
 from paceline.worker.spec.drafter import DraftContext, Drafter
 from paceline.worker.spec.tree import DraftTree
@@ -32,15 +38,21 @@ def worker_config(
     max_num_seqs: int = 8,
     max_model_len: int = 128,
     chunked_prefill_size: int = 512,
+    max_num_batched_tokens: int = 2048,
+    kernels: KernelSetName = "reference",
+    device: str = "cpu",
 ) -> WorkerConfig:
     return WorkerConfig(
         model=load_model_config(model, max_model_len=max_model_len, dtype="float32"),
         cache=CacheConfig(page_size=page_size, num_pages=num_pages),
         scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs, chunked_prefill_size=chunked_prefill_size
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            chunked_prefill_size=chunked_prefill_size,
         ),
         spec=spec or SpecConfig(),
-        kernels="reference",
+        kernels=kernels,
+        device=device,
     )
 
 

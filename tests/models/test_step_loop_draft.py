@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.group.step_loop import NewReq, ReqEvent, StepLoop
+from paceline.cluster.group.step_loop import ReqEvent
 from paceline.worker.config import SpecConfig
 from paceline.worker.draft.proposer import build_proposer
 from paceline.worker.link.base import DraftLink
@@ -18,10 +18,11 @@ from paceline.worker.spec.drafter import Drafter
 from paceline.worker.spec.link_drafter import LinkDrafter
 from paceline.worker.spec.ngram import NgramDrafter
 from paceline.worker.spec.vocab import vocab_hash
-from paceline.worker.step import ReqId, SamplingParams
+from paceline.worker.step import SamplingParams
 from paceline.worker.target.build import build_executor
 from tests.draft_host import draft_config, draft_host
 from tests.faults import Faults, FaultyLink
+from tests.loop_group import LoopGroup
 from tests.spec_harness import worker_config
 from tests.tiny import VOCAB_SIZE
 
@@ -48,31 +49,15 @@ def generate(
     """All prompts at once. Returns their tokens and last events; every page has come back."""
     config = worker_config(model, spec=spec, num_pages=num_pages, chunked_prefill_size=8)
     executor = build_executor(config)
-    loop = StepLoop(
-        executor,
-        make_drafter() if make_drafter else None,
-        cache=config.cache,
-        scheduler=config.scheduler,
-        spec=config.spec,
-        max_model_len=config.model.max_model_len,
-        eos_token_ids=config.model.eos_token_ids,
-        vocab_size=VOCAB_SIZE,
-        check_invariants=True,
-    )
-    streams: list[list[ReqEvent]] = []
-    for i, (prompt, changes) in enumerate(zip(PROMPTS, CHANGES, strict=True)):
-        streams.append([])
-        req_params = replace(params, seed=params.seed + i, **changes)  # type: ignore[arg-type]  # per field
-        loop.submit(NewReq(ReqId(f"req-{i}"), prompt, [], req_params), streams[-1].append)
-    while loop.step_once():
-        pass
-    loop.stop()
+    group = LoopGroup(executor, make_drafter() if make_drafter else None)
+    req_params = [
+        replace(params, seed=params.seed + i, **changes)  # type: ignore[arg-type]  # per field
+        for i, changes in enumerate(CHANGES)
+    ]
+    outputs = group.generate(PROMPTS, req_params)
+    group.close()
     executor.shutdown()
-    snapshot = loop.snapshot()
-    assert snapshot.num_orphaned_pages == 0
-    assert snapshot.num_free_pages + snapshot.num_cached_pages == snapshot.num_pages
-    outputs = [[token for event in events for token in event.new_ids] for events in streams]
-    return outputs, [events[-1] for events in streams]
+    return outputs, [events[-1] for events in group.events.values()]
 
 
 @contextmanager

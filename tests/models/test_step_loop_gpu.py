@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from paceline.kernels.registry import available_kernel_sets
 from paceline.worker.config import KernelSetName, SpecConfig
 from paceline.worker.spec.ngram import NgramDrafter
-from tests.models.test_step_loop_model import MAX_TOKENS, PROMPTS, Group
+from paceline.worker.target.build import build_executor
+from tests.judge import Judge
+from tests.loop_group import MAX_TOKENS, PROMPTS, LoopGroup
+from tests.spec_harness import worker_config
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -28,20 +29,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    outputs = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=MAX_TOKENS,
-                do_sample=False,
-                pad_token_id=2,
-            )
-        outputs.append(out[0, len(prompt) :].tolist())
-    return outputs
+    return Judge(model_dir).outputs(PROMPTS, MAX_TOKENS)
 
 
 @pytest.mark.parametrize("spec", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
@@ -54,19 +42,21 @@ def test_a_mixed_batch_gives_the_tokens_of_transformers(
     page_size: int,
     spec: SpecConfig | None,
 ) -> None:
-    drafter = NgramDrafter(spec) if spec else None
-    group = Group(
+    config = worker_config(
         model_dir,
+        spec=spec,
         page_size=page_size,
         num_pages=2048 // page_size,
         chunked_prefill_size=8,
-        drafter=drafter,
-        spec=spec,
+        max_num_batched_tokens=96,
         kernels=kernels,
         device="cuda",
     )
+    executor = build_executor(config)
+    group = LoopGroup(executor, NgramDrafter(spec) if spec else None)
     try:
         assert group.generate(PROMPTS) == expected
         assert group.generate(PROMPTS) == expected, "on a prefix hit"
     finally:
         group.close()
+        executor.shutdown()
