@@ -59,7 +59,7 @@ class DraftLeader:
         from paceline.worker.spec.vocab import vocab_hash
 
         config, proposer = await asyncio.to_thread(self._build, rendezvous)
-        self._server = DraftServer(  # type: ignore[abstract]  # the rest is UNIMPLEMENTED, as meant
+        self._server = DraftServer(
             proposer,
             vocab_hash=vocab_hash(config.model.path),
             vocab_size=config.model.vocab_size,
