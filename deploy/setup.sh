@@ -13,7 +13,6 @@ device=${DEVICE:-auto}
 root=$(cd "$(dirname "$0")/.." && pwd)
 constraints=$root/deploy/constraints.txt
 torch=$(sed -n 's/^torch==//p' "$constraints")
-cpu_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 
 say() { printf '%s\n' "setup: $*" >&2; }
 fail() { say "$*"; exit 1; }
@@ -26,15 +25,16 @@ pip() {
              { fflush() } END { if (n) print "" }' >&2
 }
 
-# Linux wheels of torch without CUDA carry +cpu. The default index may have them (a mirror does), the
-# CPU index of PyTorch has them. A plain version is taken only if nothing of NVIDIA comes with it.
+# Linux wheels of torch without CUDA carry +cpu. Where pip's own index has none, uv knows where
+# PyTorch keeps them. A plain version is taken only if nothing of NVIDIA comes with it.
 install_cpu_torch() {
     "$venv/bin/python" -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' 2>/dev/null &&
         return
     if [ "$(uname -s)" = Linux ]; then
         pip install -c "$constraints" "torch==$torch+cpu" && return
-        pip install -c "$constraints" --retries 2 --timeout 30 --extra-index-url "$cpu_index" \
-            "torch==$torch+cpu" && return
+        pip install uv && UV_HTTP_TIMEOUT=60 "$venv/bin/uv" pip install --quiet \
+            --python "$venv/bin/python" --torch-backend cpu -c "$constraints" "torch==$torch" \
+            >>"$log" 2>&1 && return
     fi
     "$venv/bin/python" -m pip install --quiet --dry-run --report "$venv/plan.json" "torch==$torch" \
         >>"$log" 2>&1 || return
@@ -71,8 +71,8 @@ if [ "$device" = cuda ]; then
     extras=dev,cuda
 else
     say "2/3  torch $torch for the CPU"
-    install_cpu_torch || fail "torch $torch+cpu could not be installed; see $log, or set
-  TORCH_CPU_INDEX to an index that has it"
+    install_cpu_torch || fail "torch $torch without CUDA could not be installed; see $log, or
+  install it into $venv yourself and run this again"
     extras=dev
 fi
 

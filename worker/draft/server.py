@@ -294,7 +294,7 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
     ) -> admin_pb2.DrainResponse:
         await context.abort(
             grpc.StatusCode.UNIMPLEMENTED,
-            "a draft may stop at any time; drain the targets it serves",
+            "a draft may stop at any time; drain its targets",
         )
 
     # ---- health
