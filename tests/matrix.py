@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-Cell = dict[str, Any]
+import pytest
+
+Cell = dict[str, Any]  # any value of any factor
 Pair = frozenset[tuple[str, Any]]
 
 
@@ -39,3 +41,13 @@ def cell_id(cell: Cell) -> str:
     return "-".join(
         value if isinstance(value, str) else f"{name}{value}" for name, value in cell.items()
     )
+
+
+def by_engine(cells: Iterable[Cell], engine: Iterable[str]) -> list[Any]:
+    """Parameter sets of two values, a cell's part that `engine` names and the cell. Cells of one
+    engine follow one another, so that a fixture builds it once."""
+    params = []
+    for cell in cells:
+        part = {name: cell[name] for name in engine}
+        params.append(pytest.param(part, cell, id=cell_id(cell)))
+    return sorted(params, key=lambda param: cell_id(param.values[0]))

@@ -1,6 +1,7 @@
 """Tiny models: random Llama checkpoints of a few hundred KB with a byte-level tokenizer."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB_SIZE = 264  # 3 special tokens, 256 bytes, 5 spare
+FAINT = 0.2  # a draft of 4 tokens then has 1.3 accepted
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -28,10 +30,12 @@ def make_tiny_model(
     seed: int = 0,
     num_shards: int = 1,
     weight_scale: float = 0.25,
+    faint_layers: Sequence[int] = (),
 ) -> Path:
     """Writes a Hugging Face directory of a random fp32 Llama; the same arguments, the same bytes.
 
-    `weight_scale` is large enough that greedy output is varied, not one repeated token.
+    `weight_scale` is large enough that greedy output is varied, not one repeated token. Without
+    its `faint_layers`, which add little, the model is a fair draft of itself.
     """
     path.mkdir(parents=True, exist_ok=True)
     gen = torch.Generator().manual_seed(seed)
@@ -53,6 +57,9 @@ def make_tiny_model(
             pre + "mlp.up_proj.weight": rand(intermediate_size, hidden_size),
             pre + "mlp.down_proj.weight": rand(hidden_size, intermediate_size),
         }
+    for i in faint_layers:
+        state[f"model.layers.{i}.self_attn.o_proj.weight"] *= FAINT
+        state[f"model.layers.{i}.mlp.down_proj.weight"] *= FAINT
     state["model.norm.weight"] = 1 + 0.1 * rand(hidden_size)
     if not tie_word_embeddings:
         state["lm_head.weight"] = rand(VOCAB_SIZE, hidden_size)

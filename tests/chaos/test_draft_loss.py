@@ -22,9 +22,14 @@ from paceline.worker.spec.link_drafter import LinkDrafter
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.spec.vocab import vocab_hash
 from paceline.worker.step import SamplingParams
+from paceline.worker.target.build import build_executor
 from tests import draft_host
 from tests.draft_host import SPEC, draft_config
 from tests.faults import Faults, FaultyLink
+from tests.loop_group import GREEDY as LOOP_GREEDY
+from tests.loop_group import PROMPTS as LOOP_PROMPTS
+from tests.loop_group import SAMPLED as LOOP_SAMPLED
+from tests.loop_group import LoopGroup
 from tests.spec_harness import GREEDY, SAMPLED, SoloTarget, worker_config
 from tests.tiny import VOCAB_SIZE
 
@@ -128,6 +133,37 @@ def test_a_killed_draft_costs_no_token_and_is_used_again_after_a_restart(
     drafter.shutdown()
     assert time.monotonic() - started_s < 3
     target.shutdown()
+
+
+@pytest.mark.parametrize("params", [LOOP_GREEDY, LOOP_SAMPLED], ids=["greedy", "sampled"])
+def test_a_draft_killed_mid_stream_costs_a_batch_no_token_and_no_page(
+    draft_process: DraftProcess, tiny_model: Path, params: SamplingParams
+) -> None:
+    config = worker_config(tiny_model, spec=SPEC, num_pages=256, chunked_prefill_size=8)
+    executor = build_executor(config)
+    plain = LoopGroup(executor)
+    expected = plain.generate(LOOP_PROMPTS, params)
+    plain.close()
+    link = make_link(draft_process, tiny_model)
+    assert link.wait_until_up(20)
+    drafter = Watched(link, SPEC, vocab_size=VOCAB_SIZE)
+    group = LoopGroup(executor, drafter)
+    num_running: list[int] = []
+
+    def kill(number: int) -> None:
+        if number == 3:
+            num_running.append(len(group.loop.snapshot().running_req_ids))
+            draft_process.kill()
+
+    drafter.watch(kill)
+    assert group.generate(LOOP_PROMPTS, params) == expected
+    assert num_running == [len(LOOP_PROMPTS)], "killed in the middle"
+    assert not link.is_up
+    assert group.total("accepted_tokens") > 0
+    assert group.total("fallback_steps") >= len(LOOP_PROMPTS)
+    group.close()
+    drafter.shutdown()
+    executor.shutdown()
 
 
 def test_a_draft_that_hangs_is_waited_for_within_the_timeout_and_then_left_alone(

@@ -5,20 +5,18 @@ runs on the tiny model and three cells on the built-in one; all cells of that on
 of 64 tokens, are marked `full`. Each cell writes a line.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from paceline.cluster.group.step_loop import ReqReceipt
 from paceline.worker.step import SamplingParams
 from paceline.worker.target.executor import Executor
 from tests.judge import Judge
 from tests.loop_group import MAX_TOKENS, PROMPTS, LoopGroup
-from tests.matrix import Cell, cell_id, full_matrix, pairs_of, pairwise_cover
+from tests.matrix import Cell, by_engine, full_matrix, pairs_of, pairwise_cover
 from tests.spec_harness import worker_config
 from tests.tp import tp_executor
 
@@ -26,14 +24,13 @@ from tests.tp import tp_executor
 # heads unevenly: 6 over 2 and 3 over 1.
 ENGINE = {"tp": (1, 2), "page": (1, 16), "prefill": ("whole", "chunked")}
 USE = {"batch": (1, 8), "prefix": ("miss", "hit")}
+MATRIX = full_matrix(ENGINE | USE)
 COVER = pairwise_cover(ENGINE | USE)
 SMALL = [
     {"tp": 1, "page": 16, "prefill": "chunked", "batch": 8, "prefix": "hit"},
     {"tp": 2, "page": 1, "prefill": "chunked", "batch": 8, "prefix": "miss"},
     {"tp": 2, "page": 16, "prefill": "whole", "batch": 1, "prefix": "hit"},
 ]
-# Texts around the borders of pages and chunks, some that begin alike, chat, code, other scripts.
-TEXTS = Path(__file__).parent / "data" / "exactness-prompts.json"
 SMALL_PROMPTS = (0, 5, 6, 7, 8, 9, 11, 13)
 SMALL_TOKENS = 12
 FULL_TOKENS = 64
@@ -53,37 +50,6 @@ def tiny_judge(tiny_model: Path) -> Judge:
 @pytest.fixture(scope="module")
 def judge(smollm2: Path) -> Judge:
     return Judge(smollm2)
-
-
-@pytest.fixture(scope="module")
-def prompts(smollm2: Path) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    texts = json.loads(TEXTS.read_text(encoding="utf-8"))
-    return [tokenizer(text["text"])["input_ids"][: text.get("num_tokens")] for text in texts]
-
-
-@pytest.fixture
-def write_line(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> WriteLine:
-    """To the terminal, although pytest captures output."""
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-
-    def write(line: str) -> None:
-        if reporter is not None:
-            with capfd.disabled():
-                reporter.ensure_newline()
-                reporter.write_line(line)
-
-    return write
-
-
-def engine_of(cell: Cell) -> Cell:
-    return {name: cell[name] for name in ENGINE}
-
-
-def by_engine(cells: Sequence[Cell]) -> list[pytest.param]:  # type: ignore[valid-type]  # a function
-    """Cells of one engine in a row, so that it is built once."""
-    ordered = sorted(cells, key=lambda cell: cell_id(engine_of(cell)))
-    return [pytest.param(engine_of(cell), cell, id=cell_id(cell)) for cell in ordered]
 
 
 @pytest.fixture(scope="module")
@@ -198,52 +164,59 @@ def check_cell(
 
 
 def test_the_cover_brings_every_two_values_together() -> None:
-    cells = full_matrix(ENGINE | USE)
-    assert len(cells) == 32
-    assert pairs_of(COVER) == pairs_of(cells)
-    assert len(pairs_of(cells)) == 10 * 4
+    assert len(MATRIX) == 32
+    assert pairs_of(COVER) == pairs_of(MATRIX)
+    assert len(pairs_of(MATRIX)) == 10 * 4
     assert len(COVER) <= 8
 
 
-@pytest.mark.parametrize(("tiny_engine", "cell"), by_engine(COVER), indirect=["tiny_engine"])
+@pytest.mark.parametrize(
+    ("tiny_engine", "cell"), by_engine(COVER, ENGINE), indirect=["tiny_engine"]
+)
 def test_a_tiny_model_says_what_transformers_says(
     tiny_judge: Judge, tiny_engine: Executor, cell: Cell, write_line: WriteLine
 ) -> None:
     check_cell("tiny", tiny_engine, cell, tiny_judge, PROMPTS, MAX_TOKENS, write_line)
 
 
-@pytest.mark.parametrize(("engine", "cell"), by_engine(SMALL), indirect=["engine"])
+@pytest.mark.parametrize(("engine", "cell"), by_engine(SMALL, ENGINE), indirect=["engine"])
 def test_smollm2_says_what_transformers_says(
-    prompts: list[list[int]], judge: Judge, engine: Executor, cell: Cell, write_line: WriteLine
+    smollm2_prompts: list[list[int]],
+    judge: Judge,
+    engine: Executor,
+    cell: Cell,
+    write_line: WriteLine,
 ) -> None:
-    some = [prompts[i] for i in SMALL_PROMPTS]
+    some = [smollm2_prompts[i] for i in SMALL_PROMPTS]
     check_cell("smollm2", engine, cell, judge, some, SMALL_TOKENS, write_line)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_no_choice_of_the_judge_is_a_tie(
-    prompts: list[list[int]], judge: Judge, write_line: WriteLine
+    smollm2_prompts: list[list[int]], judge: Judge, write_line: WriteLine
 ) -> None:
     """Where two tokens are as good as equal, the order of a sum decides and neither is wrong."""
-    outputs = judge.outputs(prompts, FULL_TOKENS)
-    gap = judge.smallest_gap(prompts, FULL_TOKENS)
+    outputs = judge.outputs(smollm2_prompts, FULL_TOKENS)
+    gap = judge.smallest_gap(smollm2_prompts, FULL_TOKENS)
     num_long = sum(len(output) == FULL_TOKENS for output in outputs)
     write_line(
-        f"reference model=smollm2 prompts={len(prompts)} tokens={sum(map(len, outputs))}"
+        f"reference model=smollm2 prompts={len(smollm2_prompts)} tokens={sum(map(len, outputs))}"
         f" of_64={num_long} smallest_gap={gap:.5f}"
     )
-    assert len(prompts) == 16
+    assert len(smollm2_prompts) == 16
     assert num_long >= 14  # the others end by themselves, which must be found too
     assert gap > MIN_GAP
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("engine", "cell"), by_engine(full_matrix(ENGINE | USE)), indirect=["engine"]
-)
+@pytest.mark.parametrize(("engine", "cell"), by_engine(MATRIX, ENGINE), indirect=["engine"])
 def test_the_whole_matrix_says_what_transformers_says(
-    prompts: list[list[int]], judge: Judge, engine: Executor, cell: Cell, write_line: WriteLine
+    smollm2_prompts: list[list[int]],
+    judge: Judge,
+    engine: Executor,
+    cell: Cell,
+    write_line: WriteLine,
 ) -> None:
-    check_cell("smollm2", engine, cell, judge, prompts, FULL_TOKENS, write_line)
+    check_cell("smollm2", engine, cell, judge, smollm2_prompts, FULL_TOKENS, write_line)
