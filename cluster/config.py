@@ -126,6 +126,8 @@ class FrontSection(_Section):
     def _is_consistent(self) -> "FrontSection":
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("ssl_keyfile and ssl_certfile go together; one of them is missing")
+        if not all((*self.api_keys, *self.admin_api_keys)):
+            raise ValueError("an API key is empty; leave it out to serve without keys")
         if self.ssl_ca_certs and not self.ssl_certfile:
             raise ValueError("ssl_ca_certs asks clients for certificates; set ssl_certfile too")
         return self

@@ -20,13 +20,14 @@ from paceline.cluster.group.spawn import (
     GroupSpec,
     RunningGroup,
     call_actor,
+    create_actor,
     spawn_group,
 )
 from paceline.cluster.naming import front_name
 from paceline.cluster.placement.bundles import GroupPlan, NodeView
 from paceline.cluster.placement.groups import view_nodes, wait_for_room
 from paceline.worker.clock import Clock, SystemClock
-from paceline.worker.errors import PacelineError, Unavailable
+from paceline.worker.errors import InternalError, PacelineError, Unavailable
 
 if TYPE_CHECKING:
     from paceline.cluster.group.leader import LeaderInfo
@@ -90,6 +91,9 @@ class GroupSupervisor:
     def start(self) -> None:
         """Runs until the first start fails or `stop` is called; see `first_start`."""
         self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(
+            lambda task: _note_end(task, self.spec.group_id, self.first_start)
+        )
 
     async def _run(self) -> None:
         pauses = Pauses(self._clock)
@@ -217,6 +221,7 @@ class FrontSupervisor:
     def start(self) -> None:
         """Runs until the first start fails or `stop` is called; see `first_start`."""
         self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(lambda task: _note_end(task, self.name, self.first_start))
 
     async def _run(self) -> None:
         pauses = Pauses(self._clock)
@@ -262,9 +267,8 @@ class FrontSupervisor:
             return []
 
     async def _start(self) -> tuple[str, str]:
-        self._actor = (
-            ray.remote(FrontActor)
-            .options(
+        self._actor = create_actor(
+            ray.remote(FrontActor).options(
                 name=front_name(self._spec.index),
                 namespace=self._spec.namespace,
                 num_cpus=0,
@@ -275,8 +279,8 @@ class FrontSupervisor:
                 # Where the controller is, which is where a person looks for it; elsewhere if that
                 # node is gone.
                 scheduling_strategy=NodeAffinitySchedulingStrategy(self._node_id, soft=True),
-            )
-            .remote(self._spec)
+            ),
+            self._spec,
         )
         grpc_address, http_address = await self._call(self._actor.start.remote())
         return str(grpc_address), str(http_address)
@@ -302,6 +306,17 @@ class FrontSupervisor:
 
     def _call(self, ref: Any) -> Awaitable[Any]:  # Any: what the actor's method returns
         return call_actor(ref, self.name)
+
+
+def _note_end(
+    task: "asyncio.Task[None]", what: str, first_start: "asyncio.Future[Any]"
+) -> None:  # Any: whatever the start would have brought
+    """A supervisor that fails by a defect of ours must not leave its starter waiting."""
+    if task.cancelled() or (error := task.exception()) is None:
+        return
+    log.error("supervisor failed what=%s", what, exc_info=error)
+    if not first_start.done():
+        first_start.set_exception(InternalError(f"{what} could not be started: {error!r}"))
 
 
 async def _end(task: "asyncio.Task[None] | None") -> None:

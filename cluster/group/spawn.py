@@ -143,9 +143,8 @@ class RunningGroup:
             env["CUDA_VISIBLE_DEVICES"] = ""  # Ray no longer hides GPUs from those that own none
         settings = replace(self.spec.settings, tp_rank=tp_rank, num_threads=num_threads)
         resources = self.spec.per_rank.as_ray()
-        return (
-            ray.remote(cls)
-            .options(
+        return create_actor(
+            ray.remote(cls).options(
                 name=rank_name(self.spec.group_id, tp_rank),
                 namespace=settings.namespace,
                 num_cpus=resources.get("CPU", 0),
@@ -156,8 +155,8 @@ class RunningGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._placement, placement_group_bundle_index=tp_rank
                 ),
-            )
-            .remote(settings)
+            ),
+            settings,
         )
 
     def _what(self, tp_rank: int) -> str:
@@ -181,6 +180,14 @@ async def spawn_group(
         await group.stop(is_graceful=False)
         raise
     return group
+
+
+def create_actor(actor_class: Any, *args: Any) -> ActorHandle:  # Any: Ray's, and its arguments
+    """Raises: Unavailable: the name is still that of an actor that is being removed."""
+    try:
+        return actor_class.remote(*args)
+    except ValueError as error:
+        raise Unavailable(f"Ray did not create an actor: {error}") from error
 
 
 async def call_actor(ref: Any, what: str) -> Any:  # Any: what the actor's method returns

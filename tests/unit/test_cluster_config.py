@@ -48,6 +48,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
             {"model": "m", "draft": {"method": "ngram", "num_steps": 2, "num_draft_tokens": 9}},
             "a chain of 2 steps has 3 nodes",
         ),
+        ({"model": "m", "front": {"api_keys": [""]}}, "an API key is empty"),
         ({"model": "m", "front": {"ssl_keyfile": "k"}}, "ssl_keyfile and ssl_certfile go together"),
         ({"model": "m", "scheduler": {"max_num_batched_tokens": 4}}, "max_num_seqs (32)"),
     ],
