@@ -23,7 +23,8 @@ from paceline.cluster.controller.deployment import (
     hosted_front_spec,
     target_specs,
 )
-from paceline.cluster.controller.state import AttachDraft, ControllerState, DrainBegan
+from paceline.cluster.controller.events import AttachDraft, DrainBegan
+from paceline.cluster.controller.state import ControllerState
 from paceline.cluster.controller.supervisors import FrontSupervisor, GroupSupervisor
 from paceline.cluster.front.channels import client_options, server_options
 from paceline.cluster.placement.groups import view_nodes, wait_for_room

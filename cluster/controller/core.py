@@ -11,13 +11,11 @@ from typing import Any
 
 from grpc import aio
 
-from paceline.cluster.controller.state import (
+from paceline.cluster.controller.events import (
     Action,
     Assign,
     AttachDraft,
-    ControllerState,
     Event,
-    Group,
     GroupReported,
     GroupSilent,
     Refuse,
@@ -25,6 +23,7 @@ from paceline.cluster.controller.state import (
     ReqSubmitted,
     Tick,
 )
+from paceline.cluster.controller.state import ControllerState, Group
 from paceline.cluster.front.errors import answers_rpc
 from paceline.cluster.scheduling.dispatch import GroupLoad, WaitingReq
 from paceline.protos.v1 import controller_pb2, controller_pb2_grpc, generation_pb2

@@ -12,6 +12,23 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from paceline.cluster.controller.events import (
+    Action,
+    Assign,
+    AttachDraft,
+    DrainBegan,
+    Event,
+    GroupDied,
+    GroupReady,
+    GroupReported,
+    GroupSilent,
+    GroupStarting,
+    Refuse,
+    ReqReleased,
+    ReqSubmitted,
+    Role,
+    Tick,
+)
 from paceline.cluster.scheduling.admission import AdmissionLimits, admit
 from paceline.cluster.scheduling.dispatch import DispatchPolicy, GroupLoad, WaitingReq, dispatch
 from paceline.cluster.scheduling.req_queue import ReqQueue
@@ -25,7 +42,6 @@ from paceline.worker.errors import (
 from paceline.worker.step import Epoch, ReqId
 
 _NO_EPOCH = Epoch(0)
-Role = Literal["target", "draft"]
 GroupStatus = Literal["starting", "ready", "draining", "dead"]
 
 # A group unheard of for this long gets no new reqs; reports come every 0.1 s.
@@ -34,99 +50,6 @@ REPORT_TIMEOUT_S = 5.0
 LEASE_S = 15.0
 _MAX_PREFIXES = 1024  # remembered per group
 _RATE_WINDOW_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class GroupStarting:
-    group_id: str
-    role: Role
-    tp_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupReady:
-    group_id: str
-    address: str  # host:port of its leader
-    num_pages: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GroupReported:
-    load: GroupLoad
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSilent:
-    """The leader's report stream broke: perhaps it died, perhaps it calls again."""
-
-    group_id: str
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class GroupDied:
-    group_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReqSubmitted:
-    req: WaitingReq
-
-
-@dataclass(frozen=True, slots=True)
-class ReqReleased:
-    req_id: ReqId
-
-
-@dataclass(frozen=True, slots=True)
-class DrainBegan:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = (
-    GroupStarting
-    | GroupReady
-    | GroupReported
-    | GroupSilent
-    | GroupDied
-    | ReqSubmitted
-    | ReqReleased
-    | DrainBegan
-    | Tick
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Assign:
-    req_id: ReqId
-    group_id: str
-    address: str
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    req_id: ReqId
-    error: PacelineError
-
-
-@dataclass(frozen=True, slots=True)
-class AttachDraft:
-    """Tell a target's leader which draft is its own from now on."""
-
-    group_id: str
-    address: str  # of the target's leader
-    draft_group_id: str
-    draft_address: str
-    epoch: Epoch
-
-
-Action = Assign | Refuse | AttachDraft
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from paceline.cluster.controller.state import Event, GroupDied, GroupReady, GroupStarting
+from paceline.cluster.controller.events import Event, GroupDied, GroupReady, GroupStarting
 from paceline.cluster.front.actor import FrontActor, FrontSpec
 from paceline.cluster.group.spawn import (
     GroupSpec,

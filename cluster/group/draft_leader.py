@@ -93,10 +93,11 @@ class DraftLeader:
         from paceline.worker.draft.proposer import build_proposer
 
         config = worker_config(self._settings, rendezvous, self._tell)
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        return config, build_proposer(config, self._tell)
+        listener, self._listener = self._listener, None
+        if config.parallel.tp_size == 1 and listener is not None:
+            listener.close()
+            listener = None
+        return config, build_proposer(config, self._tell, listener=listener)
 
     def _tell(self, stage: str, fraction: float) -> None:
         self._progress = (stage, fraction)

@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.cluster.controller.state import Role
+from paceline.cluster.controller.events import Role
 from paceline.cluster.group.draft_leader import DraftLeader
 from paceline.cluster.group.leader import GroupLeader, LeaderInfo
 from paceline.cluster.group.rank import GroupRank

@@ -7,11 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.cluster.controller.state import (
+from paceline.cluster.controller.events import (
     Action,
     Assign,
     AttachDraft,
-    ControllerState,
     Event,
     GroupDied,
     GroupReady,
@@ -23,6 +22,7 @@ from paceline.cluster.controller.state import (
     ReqSubmitted,
     Tick,
 )
+from paceline.cluster.controller.state import ControllerState
 from paceline.cluster.scheduling.admission import AdmissionLimits
 from paceline.cluster.scheduling.dispatch import GroupLoad, WaitingReq
 from paceline.worker.step import ReqId

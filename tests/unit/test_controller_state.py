@@ -4,13 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cluster.controller.state import (
-    LEASE_S,
-    REPORT_TIMEOUT_S,
+from paceline.cluster.controller.events import (
     Action,
     Assign,
     AttachDraft,
-    ControllerState,
     DrainBegan,
     GroupDied,
     GroupReady,
@@ -22,6 +19,7 @@ from paceline.cluster.controller.state import (
     ReqSubmitted,
     Tick,
 )
+from paceline.cluster.controller.state import LEASE_S, REPORT_TIMEOUT_S, ControllerState
 from paceline.cluster.scheduling.admission import AdmissionLimits
 from paceline.cluster.scheduling.dispatch import GroupLoad, WaitingReq
 from paceline.worker.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
