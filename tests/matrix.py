@@ -1,12 +1,13 @@
 """Cells of a test matrix: all of them, or a few that still bring any two values together."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 Cell = dict[str, Any]  # any value of any factor
+WriteLine = Callable[[str], None]  # one for each cell
 Pair = frozenset[tuple[str, Any]]
 
 

@@ -1,15 +1,14 @@
 """Fixtures of the tests that hold output against a judge, or against itself."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-DATA = Path(__file__).parent / "data"
+from tests.matrix import WriteLine
 
-WriteLine = Callable[[str], None]
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture(scope="session")

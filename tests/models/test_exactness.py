@@ -6,17 +6,16 @@ of 64 tokens, are marked `full`. Each cell writes a line.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from paceline.cluster.group.step_loop import ReqReceipt
 from paceline.worker.step import SamplingParams
 from paceline.worker.target.executor import Executor
 from tests.judge import Judge
 from tests.loop_group import MAX_TOKENS, PROMPTS, LoopGroup
-from tests.matrix import Cell, by_engine, full_matrix, pairs_of, pairwise_cover
+from tests.matrix import Cell, WriteLine, by_engine, full_matrix, pairs_of, pairwise_cover
 from tests.spec_harness import worker_config
 from tests.tp import tp_executor
 
@@ -38,8 +37,6 @@ FULL_TOKENS = 64
 MIN_GAP = 1e-4
 # Two ranks wait for each other while the judge computes or another cell runs.
 RANK_TIMEOUT_S = 900.0
-
-WriteLine = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +86,14 @@ def run_cell(
         outputs = [
             output
             for batch in batches(prompts, cell["batch"])
-            for output in generate(group, batch, params, check_hits)
+            for output in generate(group, batch, params, is_hit=True)
         ]
         group.close()
         return outputs
     outputs = []
     for batch in batches(prompts, cell["batch"]):
         group = LoopGroup(executor, max_num_seqs=cell["batch"])
-        outputs += generate(group, batch, params, check_misses)
+        outputs += generate(group, batch, params, is_hit=False)
         group.close()
     return outputs
 
@@ -107,31 +104,17 @@ def batches(prompts: Sequence[list[int]], batch_size: int) -> list[Sequence[list
 
 
 def generate(
-    group: LoopGroup,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    check: Callable[[Sequence[list[int]], Sequence[ReqReceipt], int], None],
+    group: LoopGroup, prompts: Sequence[list[int]], params: SamplingParams, *, is_hit: bool
 ) -> list[list[int]]:
     outputs = group.generate(prompts, params)
-    check(prompts, group.receipts(), group.page_size)
+    cached = [receipt.cached_tokens for receipt in group.receipts()]
+    for i, prompt in enumerate(prompts):
+        if is_hit:  # all whole pages; the last token is computed for its logits
+            assert cached[i] >= (len(prompt) - 1) // group.page_size * group.page_size
+        else:  # nothing but what another req of the batch happens to say too
+            others = [prompts[j] + outputs[j] for j in range(len(prompts)) if j != i]
+            assert cached[i] <= max((num_shared(prompt, other) for other in others), default=0)
     return outputs
-
-
-def check_hits(
-    prompts: Sequence[list[int]], receipts: Sequence[ReqReceipt], page_size: int
-) -> None:
-    """All whole pages come from the cache, but the last token is computed for its logits."""
-    for prompt, receipt in zip(prompts, receipts, strict=True):
-        assert receipt.cached_tokens >= (len(prompt) - 1) // page_size * page_size
-
-
-def check_misses(
-    prompts: Sequence[list[int]], receipts: Sequence[ReqReceipt], page_size: int
-) -> None:
-    """Nothing comes from the cache but what another prompt of the batch begins with too."""
-    for i, (prompt, receipt) in enumerate(zip(prompts, receipts, strict=True)):
-        others = [other for j, other in enumerate(prompts) if j != i]
-        assert receipt.cached_tokens <= max((num_shared(prompt, x) for x in others), default=0)
 
 
 def num_shared(a: Sequence[int], b: Sequence[int]) -> int:

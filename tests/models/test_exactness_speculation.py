@@ -6,7 +6,7 @@ runs on the tiny model and one cell on the built-in one; the rest is marked `ful
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from paceline.worker.step import SamplingParams
 from paceline.worker.target.executor import Executor
 from tests.draft_host import draft_config, draft_host_of
 from tests.loop_group import PROMPTS, LoopGroup
-from tests.matrix import Cell, by_engine, full_matrix, pairs_of, pairwise_cover
+from tests.matrix import Cell, WriteLine, by_engine, full_matrix, pairs_of, pairwise_cover
 from tests.spec_harness import worker_config
 from tests.tiny import make_tiny_model
 from tests.tp import tp_executor
@@ -64,8 +64,6 @@ SMALL = [{"tp": 1, "page": 16, "drafter": "grpc", "shape": "tree2", "rule": "sam
 SMOLLM2_PROMPTS = (1, 3, 7, 8, 11, 12, 14, 13)
 RANK_TIMEOUT_S = 900.0
 DRAFT_TIMEOUT_S = 10.0  # the draft shares the cores of a loaded machine with its target
-
-WriteLine = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
