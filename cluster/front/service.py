@@ -7,10 +7,8 @@ ended and the controller is told, once.
 
 import asyncio
 import logging
-import struct
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from hashlib import blake2b
 
 from paceline.cluster.front.answer import Answer, Chunk, Complete
 from paceline.cluster.front.channels import ChannelCache
@@ -28,6 +26,7 @@ from paceline.cluster.front.requests import (
 from paceline.cluster.front.served_model import ServedModel
 from paceline.cluster.front.stops import StopChecker
 from paceline.cluster.front.text import TextCodec
+from paceline.cluster.scheduling.dispatch import hash_prefix
 from paceline.cluster.wire import finish_reason_from_pb
 from paceline.protos.v1 import common_pb2, controller_pb2, group_pb2
 from paceline.worker.clock import Clock, SystemClock
@@ -44,7 +43,6 @@ log = logging.getLogger(__name__)
 # A leader lost before the first token: nothing was sent, so another group may take over.
 _MAX_RESUBMITS = 2
 _RESUBMIT_DELAY_S = 0.1  # doubled each time; the controller learns of a loss within it
-_AFFINITY_TOKENS = 64
 
 
 # Closed, not only dropped, by who stops early: aclosing() takes a generator.
@@ -258,7 +256,7 @@ class GenerationCore:
             max_tokens=req.params.max_tokens,
             priority=req.priority,
             deadline_unix_s=req.deadline_unix_s,
-            prefix_hash=_prefix_hash(req.prompt_ids),
+            prefix_hash=hash_prefix(req.prompt_ids),
         )
         with self.metrics.waiting.track_inprogress():
             place = await self._controller.submit(live, request)
@@ -385,12 +383,3 @@ class GenerationCore:
         found = await asyncio.gather(*(self._leaders.abort(address, req_id) for address in leaders))
         await self._controller.release(req_id)
         return any(found)
-
-
-def _prefix_hash(prompt_ids: list[int]) -> int:
-    """Equal for prompts that share their first tokens, so that they may share a group's cache."""
-    num_ids = min(len(prompt_ids), _AFFINITY_TOKENS) // 16 * 16
-    if num_ids == 0:
-        return 0
-    data = struct.pack(f"<{num_ids}I", *prompt_ids[:num_ids])
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

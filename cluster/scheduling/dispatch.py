@@ -14,6 +14,9 @@ from paceline.worker.step import ReqId
 
 __all__ = ["Assignment", "DispatchPolicy", "GroupLoad", "WaitingReq", "dispatch", "hash_prefix"]
 
+_PREFIX_TOKENS = 64
+_PREFIX_STEP = 16
+
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
@@ -81,14 +84,16 @@ def dispatch(
     return assignments
 
 
-def hash_prefix(prompt_ids: Sequence[int], num_tokens: int = 64) -> int:
-    """64 bits of the first `num_tokens` tokens; 0 for a prompt shorter than that, which has none.
+def hash_prefix(prompt_ids: Sequence[int]) -> int:
+    """64 bits of a prompt's first tokens, so that reqs which begin alike meet in one group's cache.
 
-    64 is a multiple of every page size, so that reqs of equal hash share whole pages.
+    Of 64 tokens, a multiple of every page size; of as many whole 16s as a shorter prompt has. 0
+    when it has none: it is worth no group's while.
     """
-    if len(prompt_ids) < num_tokens:
+    num_ids = min(len(prompt_ids), _PREFIX_TOKENS) // _PREFIX_STEP * _PREFIX_STEP
+    if num_ids == 0:
         return 0
-    data = array("q", prompt_ids[:num_tokens]).tobytes()
+    data = array("q", prompt_ids[:num_ids]).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 

@@ -264,4 +264,6 @@ def test_equal_beginnings_have_equal_hashes_of_64_bits() -> None:
     assert first == hash_prefix([*range(64), 2]) != 0
     assert first != hash_prefix([1, *range(1, 64)])
     assert 0 < first < 2**64
-    assert hash_prefix(list(range(63))) == 0
+    short = hash_prefix(list(range(63)))
+    assert short == hash_prefix(list(range(48))) != first
+    assert hash_prefix(list(range(15))) == 0
