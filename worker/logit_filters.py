@@ -23,6 +23,9 @@ Floats = NDArray[np.float32]
 MIN_TEMPERATURE = 1e-5
 # A mass within this of `top_p` has reached it: fp32 logits do not know it any better.
 TOP_P_TOLERANCE = 1e-6
+# Where a repetition penalty may take a finite logit: far enough to decide, and every difference of
+# two, divided by the least temperature, is still a number.
+_MAX_PENALISED = 1e30
 _FIRST_SORTED = 512  # the nucleus of nearly every row is smaller
 
 
@@ -74,7 +77,9 @@ def adjust(logits: Tensor, row: LogitRow, eos_token_ids: tuple[int, ...]) -> Non
         ids = torch.from_numpy(np.unique(seen)).to(logits.device)
         values = logits[ids]
         penalty = params.repetition_penalty
-        logits[ids] = torch.where(values > 0, values / penalty, values * penalty)
+        changed = torch.where(values > 0, values / penalty, values * penalty)
+        changed.clamp_(-_MAX_PENALISED, _MAX_PENALISED)
+        logits[ids] = torch.where(values.isfinite(), changed, values)
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         output = _known_ids((row.output_ids, row.path_ids), vocab_size)
         unique, counts = np.unique(output, return_counts=True)

@@ -138,3 +138,19 @@ def test_a_very_low_temperature_leaves_the_best_token_alone(temperature: float) 
     assert z[0] == 0
     assert not np.isnan(z).any()
     assert (z[1:] < -50).all()
+
+
+@pytest.mark.parametrize("penalty", [1e-38, 1e38])
+def test_no_repetition_penalty_takes_a_logit_past_what_can_be_compared(penalty: float) -> None:
+    """One req's params must not look like a broken model, which would end its whole group."""
+    logits = adjusted(
+        [5, 4, -3, -5], prompt=(0, 1, 2, 3), repetition_penalty=penalty, logit_bias=((1, 100.0),)
+    )
+    assert np.isfinite(logits).all()
+    assert np.isfinite(scale(np.array(logits, dtype=np.float32), 1e-5)).all()
+    assert min(logits[:2]) > max(logits[2:])
+
+
+def test_a_repetition_penalty_does_not_hide_a_broken_logit() -> None:
+    logits = adjusted([float("inf"), 1, 2], prompt=(0, 1), repetition_penalty=2.0)
+    assert logits == [float("inf"), 0.5, 2]
