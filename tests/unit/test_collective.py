@@ -9,12 +9,13 @@ from typing import TypeVar
 
 import pytest
 import torch
+from torch._C._distributed_c10d import Store
 
 from paceline.worker.config import ParallelConfig
 from paceline.worker.errors import ConfigError, Unavailable
 from paceline.worker.parallel.collective import Collective
 from paceline.worker.parallel.rendezvous import connect, reserve_rendezvous
-from paceline.worker.parallel.shared_memory import SLOT_BYTES
+from paceline.worker.parallel.shared_memory import SLOT_BYTES, join_shared_memory
 from paceline.worker.parallel.torch_collective import TorchCollective
 
 T = TypeVar("T")
@@ -166,6 +167,29 @@ def test_shared_memory_leaves_no_name_behind() -> None:
         assert set(Path("/dev/shm").glob("paceline-*")) <= before
         assert isinstance(group[0], TorchCollective)
         assert group[0].has_shared_memory
+
+
+def test_shared_memory_leaves_no_name_behind_when_a_rank_does_not_come() -> None:
+    before = set(Path("/dev/shm").glob("paceline-*"))
+    with pytest.raises(RuntimeError):
+        join_shared_memory(_LonelyStore(), 0, 2, 1.0)
+    assert set(Path("/dev/shm").glob("paceline-*")) <= before
+
+
+class _LonelyStore(Store):
+    """Rank 0's view of a group whose other rank never says a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        if key not in self._values:
+            raise RuntimeError("wait timeout after 1000ms")
+        return self._values[key]
 
 
 def test_a_peer_that_leaves_wakes_those_who_wait_for_it() -> None:

@@ -60,22 +60,25 @@ def join_shared_memory(
     fd = -1
     if tp_rank == 0:
         fd, invitation = _create(tp_size, machine)
-        store.set("shm/file", invitation.encode())
-    else:
-        invitation = _Invitation.decode(store.get("shm/file").decode())
-        if machine and invitation.machine == machine:
-            try:
-                fd = os.open(invitation.path, os.O_RDWR)
-            except OSError:
-                fd = -1
-    memory = None
-    if fd >= 0:
-        memory = SharedMemory(fd, tp_rank, tp_size, timeout_s)
-    store.set(f"shm/rank{tp_rank}", "in" if memory is not None else "out")
-    answers = [store.get(f"shm/rank{rank}") for rank in range(tp_size)]
-    if tp_rank == 0 and fd >= 0:
-        # All who could have opened it; without a name it cannot outlive them.
-        os.unlink(invitation.path)
+    try:
+        if tp_rank == 0:
+            store.set("shm/file", invitation.encode())
+        else:
+            invitation = _Invitation.decode(store.get("shm/file").decode())
+            if machine and invitation.machine == machine:
+                try:
+                    fd = os.open(invitation.path, os.O_RDWR)
+                except OSError:
+                    fd = -1
+        memory = None
+        if fd >= 0:
+            memory = SharedMemory(fd, tp_rank, tp_size, timeout_s)
+        store.set(f"shm/rank{tp_rank}", "in" if memory is not None else "out")
+        answers = [store.get(f"shm/rank{rank}") for rank in range(tp_size)]
+    finally:
+        # All who could have opened it, or some never came; without a name it cannot outlive them.
+        if tp_rank == 0 and fd >= 0:
+            os.unlink(invitation.path)
     if any(answer != b"in" for answer in answers):
         if memory is not None:
             memory.close()
