@@ -7,8 +7,10 @@ What a user may leave out is resolved by the front: an internal message always c
 from typing import Any
 
 from paceline.cluster.group.req_state import ReqReceipt
-from paceline.protos.v1 import common_pb2
-from paceline.worker.step import FinishReason, SamplingParams
+from paceline.cluster.scheduling.dispatch import GroupLoad
+from paceline.protos.v1 import common_pb2, controller_pb2
+from paceline.worker.errors import Unavailable
+from paceline.worker.step import FinishReason, ReqId, SamplingParams
 
 _FINISH_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -75,7 +77,7 @@ def sampling_params_from_pb(message: common_pb2.SamplingParams) -> SamplingParam
     )
 
 
-def receipt_to_pb(receipt: ReqReceipt, *, group_id: str = "") -> common_pb2.Receipt:
+def receipt_to_pb(receipt: ReqReceipt, *, group_id: str) -> common_pb2.Receipt:
     """A group's share of the receipt; the front adds what only it can measure."""
     return common_pb2.Receipt(
         prompt_tokens=receipt.prompt_tokens,
@@ -90,4 +92,43 @@ def receipt_to_pb(receipt: ReqReceipt, *, group_id: str = "") -> common_pb2.Rece
         seed=receipt.seed,
         group_id=group_id,
         num_preemptions=receipt.num_preemptions,
+    )
+
+
+def load_to_pb(load: GroupLoad) -> controller_pb2.ReportRequest:
+    return controller_pb2.ReportRequest(
+        group_id=load.group_id,
+        address=load.address,
+        page_size=load.page_size,
+        num_pages=load.num_pages,
+        num_free_pages=max(load.num_free_pages, 0),
+        num_running_reqs=load.num_running_reqs,
+        num_waiting_reqs=load.num_waiting_reqs,
+        max_num_reqs=load.max_num_reqs,
+        num_pending_prefill_tokens=load.num_pending_prefill_tokens,
+        step_id=load.step_id,
+        draining=load.draining,
+        epoch=load.epoch,
+        req_ids=load.req_ids,
+    )
+
+
+def load_from_pb(request: controller_pb2.ReportRequest) -> GroupLoad:
+    """Raises: Unavailable: a report that cannot be a leader's."""
+    if request.page_size < 1:
+        raise Unavailable(f"report of '{request.group_id}' has page_size {request.page_size}")
+    return GroupLoad(
+        group_id=request.group_id,
+        page_size=request.page_size,
+        num_pages=request.num_pages,
+        num_free_pages=request.num_free_pages,
+        num_running_reqs=request.num_running_reqs,
+        num_waiting_reqs=request.num_waiting_reqs,
+        max_num_reqs=request.max_num_reqs,
+        num_pending_prefill_tokens=request.num_pending_prefill_tokens,
+        draining=request.draining,
+        address=request.address,
+        step_id=request.step_id,
+        epoch=request.epoch,
+        req_ids=tuple(ReqId(req_id) for req_id in request.req_ids),
     )

@@ -25,10 +25,11 @@ from paceline.cluster.controller.events import (
 )
 from paceline.cluster.controller.state import ControllerState, Group
 from paceline.cluster.front.errors import answers_rpc
-from paceline.cluster.scheduling.dispatch import GroupLoad, WaitingReq
+from paceline.cluster.scheduling.dispatch import WaitingReq
+from paceline.cluster.wire import load_from_pb
 from paceline.protos.v1 import controller_pb2, controller_pb2_grpc, generation_pb2
 from paceline.worker.clock import Clock, SystemClock
-from paceline.worker.errors import InvalidRequest, Unavailable
+from paceline.worker.errors import InvalidRequest
 from paceline.worker.step import ReqId
 
 log = logging.getLogger(__name__)
@@ -183,27 +184,6 @@ class ControllerCore(controller_pb2_grpc.ControllerServiceServicer):
             prefix_hash=request.prefix_hash,
             arrival_s=now_s,
         )
-
-
-def load_from_pb(request: controller_pb2.ReportRequest) -> GroupLoad:
-    """Raises: Unavailable: a report that cannot be a leader's."""
-    if request.page_size < 1:
-        raise Unavailable(f"report of '{request.group_id}' has page_size {request.page_size}")
-    return GroupLoad(
-        group_id=request.group_id,
-        page_size=request.page_size,
-        num_pages=request.num_pages,
-        num_free_pages=request.num_free_pages,
-        num_running_reqs=request.num_running_reqs,
-        num_waiting_reqs=request.num_waiting_reqs,
-        max_num_reqs=request.max_num_reqs,
-        num_pending_prefill_tokens=request.num_pending_prefill_tokens,
-        draining=request.draining,
-        address=request.address,
-        step_id=request.step_id,
-        epoch=request.epoch,
-        req_ids=tuple(ReqId(req_id) for req_id in request.req_ids),
-    )
 
 
 def _group_info(group: Group) -> generation_pb2.GroupInfo:

@@ -14,6 +14,7 @@ import grpc
 
 from paceline.cluster.front.channels import client_options
 from paceline.cluster.scheduling.dispatch import GroupLoad
+from paceline.cluster.wire import load_to_pb
 from paceline.protos.v1 import controller_pb2
 from paceline.protos.v1.controller_pb2_grpc import ControllerServiceStub
 from paceline.worker.errors import Unavailable
@@ -83,24 +84,6 @@ class Reporter:
                     await self._changed.wait()
             except TimeoutError:
                 continue
-
-
-def load_to_pb(load: GroupLoad) -> controller_pb2.ReportRequest:
-    return controller_pb2.ReportRequest(
-        group_id=load.group_id,
-        address=load.address,
-        page_size=load.page_size,
-        num_pages=load.num_pages,
-        num_free_pages=max(load.num_free_pages, 0),
-        num_running_reqs=load.num_running_reqs,
-        num_waiting_reqs=load.num_waiting_reqs,
-        max_num_reqs=load.max_num_reqs,
-        num_pending_prefill_tokens=load.num_pending_prefill_tokens,
-        step_id=load.step_id,
-        draining=load.draining,
-        epoch=load.epoch,
-        req_ids=load.req_ids,
-    )
 
 
 def _reason(error: Exception) -> str:

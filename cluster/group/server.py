@@ -14,9 +14,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from paceline.cluster.front.channels import server_options
 from paceline.cluster.front.errors import answers_rpc
-from paceline.cluster.group.req_state import NewReq, ReqEvent, ReqReceipt
-from paceline.cluster.wire import finish_reason_to_pb, sampling_params_from_pb
-from paceline.protos.v1 import admin_pb2, admin_pb2_grpc, common_pb2, group_pb2, group_pb2_grpc
+from paceline.cluster.group.req_state import NewReq, ReqEvent
+from paceline.cluster.wire import finish_reason_to_pb, receipt_to_pb, sampling_params_from_pb
+from paceline.protos.v1 import admin_pb2, admin_pb2_grpc, group_pb2, group_pb2_grpc
 from paceline.worker.errors import InvalidRequest, Unavailable
 from paceline.worker.step import ReqId
 
@@ -167,24 +167,8 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
         if last.matched_token_id is not None:
             response.matched_token_id = last.matched_token_id
         if last.receipt is not None:
-            response.receipt.CopyFrom(self._receipt(last.receipt))
+            response.receipt.CopyFrom(receipt_to_pb(last.receipt, group_id=self._group_id))
         return response
-
-    def _receipt(self, receipt: ReqReceipt) -> common_pb2.Receipt:
-        return common_pb2.Receipt(
-            prompt_tokens=receipt.prompt_tokens,
-            completion_tokens=receipt.completion_tokens,
-            cached_tokens=receipt.cached_tokens,
-            proposed_tokens=receipt.proposed_tokens,
-            accepted_tokens=receipt.accepted_tokens,
-            num_steps=receipt.num_steps,
-            fallback_steps=receipt.fallback_steps,
-            num_preemptions=receipt.num_preemptions,
-            seed=receipt.seed,
-            time_to_first_token_s=receipt.time_to_first_token_s,
-            total_s=receipt.total_s,
-            group_id=self._group_id,
-        )
 
 
 def _new_req(request: group_pb2.RunRequest) -> NewReq:
