@@ -59,6 +59,8 @@ class ControllerClient:
                 raise queue_deadline(live)
             try:
                 async with self._stub() as stub:
+                    if live.is_ending:  # since the controller was looked up
+                        return None
                     live.call = call = stub.Submit(request, timeout=time_left_s)
                     return await call
             except asyncio.CancelledError:

@@ -1,7 +1,6 @@
 """A front's side of GroupService: one run on a group's leader, and how it may fail."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator
 
@@ -63,6 +62,8 @@ class LeaderClient:
         )
         time_left_s = max(0.0, live.req.deadline_unix_s - self._clock.unix_s())
         async with self._channels.use(live.address) as channel:
+            if live.is_ending:  # since the queue answered, when there was no call to cancel
+                return
             live.call = call = GroupServiceStub(channel).Run(request, timeout=time_left_s)
             try:
                 while (message := await self._read(live)) is not None:
@@ -76,12 +77,17 @@ class LeaderClient:
 
         A bare cancel would end it too, but the receipt would be lost.
         """
-        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+        try:
             async with asyncio.timeout(SETTLE_S):
                 await self.abort(live.address, live.req.req_id)
                 while isinstance(message := await live.call.read(), group_pb2.RunResponse):
                     if message.finish_reason:
                         return message.receipt
+        except (grpc.aio.AioRpcError, TimeoutError):
+            pass
+        except asyncio.CancelledError:
+            if not live.was_woken():  # else it is to end, and its answer is complete
+                raise
         return common_pb2.Receipt()
 
     async def abort(self, address: str, req_id: str) -> bool:

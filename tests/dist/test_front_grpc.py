@@ -322,6 +322,42 @@ async def test_abort_ends_a_request_whose_leader_does_not_answer(front: Front) -
     await poll(lambda: front.leader.cancelled == ["x3"])
 
 
+async def test_abort_is_not_lost_while_the_controller_is_looked_up(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = front.server.core._controller
+
+    async def resolve() -> str:
+        await front.server.core.abort("x4")
+        return front.controller.address
+
+    monkeypatch.setattr(controller, "_address", "")
+    monkeypatch.setattr(controller, "_resolve_address", resolve)
+    front.controller.gate.clear()
+    _, complete = await collect(front.stub.Generate(ask(request_id="x4"), timeout=5.0))
+    assert complete.finish_reason == common_pb2.FINISH_REASON_ABORT
+    assert not front.controller.submitted
+
+
+async def test_abort_is_not_lost_between_the_queue_and_the_leader(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is found already, so there is no wait in the queue left to cancel."""
+    core = front.server.core
+    submit = core._controller.submit
+
+    async def aborted_on_the_way(*args: Any) -> Any:
+        place = await submit(*args)
+        assert await core.abort("x5")
+        return place
+
+    monkeypatch.setattr(core._controller, "submit", aborted_on_the_way)
+    _, complete = await collect(front.stub.Generate(ask(request_id="x5")))
+    assert complete.finish_reason == common_pb2.FINISH_REASON_ABORT
+    assert not front.leader.requests
+    await poll(lambda: front.controller.released == ["x5"])
+
+
 async def test_abort_finds_another_fronts_request_at_its_leader(front: Front) -> None:
     front.leader.running["elsewhere"] = asyncio.Event()
     reply = await front.stub.Abort(generation_pb2.AbortRequest(request_id="elsewhere"))
@@ -481,6 +517,21 @@ async def test_drain_aborts_what_outlasts_its_limit(front: Front) -> None:
     assert code is grpc.StatusCode.UNAVAILABLE
     assert "again" in message
     await poll(lambda: front.leader.cancelled == ["slow"])
+
+
+async def test_a_drain_does_not_take_the_end_from_an_answer_that_is_settled(front: Front) -> None:
+    script = front.leader.script
+    script.ignores_abort = script.never_ends = True
+    script.per_step = 3
+    script.gate.clear()
+    call = front.stub.Generate(ask("abc", max_tokens=50, stop=["c"], request_id="late"))
+    await poll(lambda: bool(front.leader.running))
+    script.gate.set()
+    await poll(lambda: front.leader.aborts == ["late"])
+    script.gate.clear()
+    await front.server.core.drain(0.0)
+    _, complete = await collect(call)
+    assert (complete.text, complete.matched_stop_str) == ("ab", "c")
 
 
 async def test_a_front_has_no_draft_to_attach(front: Front) -> None:
