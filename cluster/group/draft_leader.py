@@ -44,7 +44,9 @@ class DraftLeader:
         return self._progress
 
     async def reserve(self) -> str:
-        """host:port where the ranks of this group shall meet."""
+        """host:port where the ranks of this group shall meet; empty for a rank that is alone."""
+        if self._settings.tp_size == 1:
+            return ""
         from paceline.worker.parallel.rendezvous import reserve_rendezvous
 
         self._listener, rendezvous = reserve_rendezvous(self._host)
@@ -94,9 +96,6 @@ class DraftLeader:
 
         config = worker_config(self._settings, rendezvous, self._tell)
         listener, self._listener = self._listener, None
-        if config.parallel.tp_size == 1 and listener is not None:
-            listener.close()
-            listener = None
         return config, build_proposer(config, self._tell, listener=listener)
 
     def _tell(self, stage: str, fraction: float) -> None:

@@ -75,7 +75,9 @@ class GroupLeader:
         return self._progress
 
     async def reserve(self) -> str:
-        """host:port where the ranks of this group shall meet."""
+        """host:port where the ranks of this group shall meet; empty for a rank that is alone."""
+        if self._settings.tp_size == 1:
+            return ""
         from paceline.worker.parallel.rendezvous import reserve_rendezvous
 
         self._listener, rendezvous = reserve_rendezvous(self._host)
@@ -167,9 +169,6 @@ class GroupLeader:
 
         config = worker_config(self._settings, rendezvous, self._tell)
         listener, self._listener = self._listener, None
-        if config.parallel.tp_size == 1 and listener is not None:
-            listener.close()
-            listener = None
         executor = build_executor(config, self._tell, listener=listener)
         self._config, self._executor = config, executor
         if config.spec.method == "standalone":

@@ -77,7 +77,7 @@ def worker_config(
             tp_size=settings.tp_size,
             tp_rank=settings.tp_rank,
             backend=backend,
-            rendezvous=rendezvous if settings.tp_size > 1 else "",
+            rendezvous=rendezvous,
             timeout_s=settings.timeout_s,
         ),
         kernels=settings.kernels,
