@@ -16,6 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig
 from paceline.worker.errors import ConfigError
+from paceline.worker.spec.limits import (
+    MAX_DRAFT_TOKENS,
+    MAX_NUM_STEPS,
+    MAX_TOPK,
+    check_spec_config,
+)
 
 DEFAULT_NAMESPACE = "paceline"
 CONTROLLER_NAME = "paceline-controller"
@@ -40,10 +46,10 @@ class DraftSection(_Section):
     placement: Literal["decoupled", "colocated"] = "decoupled"
     groups: int = Field(default=1, ge=1, le=1024)
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
-    num_steps: int = Field(default=4, ge=1, le=64)  # depth
-    topk: int = Field(default=1, ge=1, le=64)  # branches kept per depth
-    # Nodes of a tree with its root; 0 takes num_steps * topk + 1.
-    num_draft_tokens: int = Field(default=0, ge=0, le=1024)
+    num_steps: int = Field(default=4, ge=1, le=MAX_NUM_STEPS)  # depth
+    topk: int = Field(default=1, ge=1, le=MAX_TOPK)  # branches kept per depth
+    # Nodes of a tree with its root; 0 takes num_steps * topk + 1, within the limit.
+    num_draft_tokens: int = Field(default=0, ge=0, le=MAX_DRAFT_TOKENS)
     timeout_s: float = Field(default=1.0, gt=0)  # how long a step waits for proposals at most
     fallback: Literal["none", "ngram"] = "none"  # what guesses while no draft answers
 
@@ -60,20 +66,25 @@ class DraftSection(_Section):
                 f"tensor_parallel_size is {self.tensor_parallel_size}, a colocated draft runs on "
                 "one rank; use placement 'decoupled'"
             )
-        if self.num_draft_tokens == 1:
-            raise ValueError(
-                "num_draft_tokens counts the root, so 1 leaves no guess; use 2 or more"
-            )
-        if self.topk == 1 and self.num_draft_tokens > self.num_steps + 1:
-            raise ValueError(
-                f"num_draft_tokens is {self.num_draft_tokens}, a chain of {self.num_steps} steps "
-                f"has {self.num_steps + 1} nodes with its root; raise num_steps or topk"
-            )
+        try:
+            check_spec_config(self.spec_config())
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         return self
 
     @property
     def is_decoupled(self) -> bool:
         return self.method == "standalone" and self.placement == "decoupled"
+
+    def spec_config(self) -> SpecConfig:
+        num_draft_tokens = self.num_draft_tokens or self.num_steps * self.topk + 1
+        return SpecConfig(
+            method=self.method,
+            num_steps=self.num_steps,
+            topk=self.topk,
+            num_draft_tokens=min(num_draft_tokens, MAX_DRAFT_TOKENS),
+            draft_timeout_s=self.timeout_s,
+        )
 
 
 class CacheSection(_Section):
@@ -176,19 +187,6 @@ class ClusterConfig(_Section):
 
     def scheduler_config(self, **changes: Any) -> SchedulerConfig:  # Any: fields of it
         return SchedulerConfig(**self.scheduler.model_dump() | changes)
-
-    def spec_config(self, draft_path: str = "") -> SpecConfig:
-        """The speculation settings of a worker; `draft_path` is the resolved draft directory."""
-        draft = self.draft
-        num_draft_tokens = draft.num_draft_tokens or draft.num_steps * draft.topk + 1
-        return SpecConfig(
-            method=draft.method,
-            draft_model=draft_path,
-            num_steps=draft.num_steps,
-            topk=draft.topk,
-            num_draft_tokens=num_draft_tokens,
-            draft_timeout_s=draft.timeout_s,
-        )
 
 
 def load_config(

@@ -53,10 +53,9 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
     method: SpecMethod = "none"
-    draft_model: str = ""  # directory, for method "standalone"
     num_steps: int = 4  # depth
     topk: int = 1  # branches kept per depth
-    num_draft_tokens: int = 5  # nodes with the root; num_steps + 1 when topk is 1
+    num_draft_tokens: int = 5  # nodes with the root; num_steps + 1 at most when topk is 1
     draft_timeout_s: float = 1.0  # lockstep: how long a step waits for proposals at most
 
 

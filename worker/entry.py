@@ -20,6 +20,7 @@ import msgspec
 
 from paceline.worker.config import WorkerConfig
 from paceline.worker.errors import ConfigError, PacelineError, Unavailable
+from paceline.worker.spec.limits import check_spec_config
 from paceline.worker.telemetry import configure_logging
 
 log = logging.getLogger(__name__)
@@ -43,9 +44,11 @@ def encode_config(config: WorkerConfig) -> str:
 def decode_config(text: str) -> WorkerConfig:
     """Raises: ConfigError: not a worker's config, with the field that is wrong."""
     try:
-        return msgspec.json.decode(text, type=WorkerConfig)
+        config = msgspec.json.decode(text, type=WorkerConfig)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{_CONFIG} is not a worker's config: {error}") from error
+    check_spec_config(config.spec)
+    return config
 
 
 def config_from_env(env: Mapping[str, str]) -> WorkerConfig:

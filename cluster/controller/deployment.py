@@ -32,7 +32,7 @@ def target_specs(config: ClusterConfig, device: str, host: str = "") -> list[Gro
                 model=model_ref(config),
                 cache=config.cache_config(),
                 scheduler=config.scheduler_config(),
-                spec=config.spec_config(),
+                spec=config.draft.spec_config(),
                 draft=draft_ref,
                 fallback=config.draft.fallback,
                 kernels=config.kernels,
@@ -62,7 +62,7 @@ def draft_specs(config: ClusterConfig, device: str, host: str = "") -> list[Grou
                 model=_draft_ref(config),
                 cache=config.cache_config(num_pages=0),  # its KV is smaller; it sizes its own pool
                 scheduler=scheduler,
-                spec=config.spec_config(),
+                spec=config.draft.spec_config(),
                 kernels=config.kernels,
                 device=device,
                 host=host,

@@ -1,6 +1,7 @@
 """ClusterConfig: TOML, overrides, and refusals that name the key."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.toml
 def test_shipped_examples_parse(path: Path) -> None:
     config = load_config(path)
     assert config.draft.method == "standalone"
-    assert config.spec_config("/draft").num_draft_tokens == config.draft.num_steps + 1
+    assert config.draft.spec_config().num_draft_tokens == config.draft.num_steps + 1
 
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
@@ -46,7 +47,16 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ({"model": "m", "draft": {"model": "d"}}, "method is 'none'"),
         (
             {"model": "m", "draft": {"method": "ngram", "num_steps": 2, "num_draft_tokens": 9}},
-            "a chain of 2 steps has 3 nodes",
+            "num_steps=2 and topk=1 has 3 nodes at most",
+        ),
+        ({"model": "m", "draft": {"topk": 33}}, "'draft.topk' is 33"),
+        (
+            {"model": "m", "draft": {"method": "ngram", "num_draft_tokens": 1}},
+            "[draft] num_draft_tokens is 1; it must be in 2..1024",
+        ),
+        (
+            {"model": "m", "draft": {"method": "ngram", "timeout_s": float("inf")}},
+            "[draft] the draft's timeout is inf s",
         ),
         ({"model": "m", "front": {"api_keys": [""]}}, "an API key is empty"),
         ({"model": "m", "front": {"ssl_keyfile": "k"}}, "ssl_keyfile and ssl_certfile go together"),
@@ -92,8 +102,10 @@ def test_speculative_config_refuses_what_it_does_not_know(text: str) -> None:
 
 
 def test_tree_gets_room_for_all_its_branches() -> None:
-    draft = {"draft.method": "standalone", "draft.model": "d", "draft.topk": 2}
-    assert load_config(None, {"model": "m", **draft}).spec_config("d").num_draft_tokens == 9
+    draft: dict[str, Any] = {"draft.method": "standalone", "draft.model": "d", "draft.topk": 2}
+    assert load_config(None, {"model": "m", **draft}).draft.spec_config().num_draft_tokens == 9
+    draft |= {"draft.topk": 32, "draft.num_steps": 64}
+    assert load_config(None, {"model": "m", **draft}).draft.spec_config().num_draft_tokens == 1024
 
 
 def test_names_default_to_the_models_own() -> None:

@@ -15,7 +15,7 @@ from paceline.worker.models.registry import load_model_config
 
 @pytest.fixture
 def config(tiny_model: Path) -> WorkerConfig:
-    return WorkerConfig(load_model_config(tiny_model), spec=SpecConfig(method="ngram", num_steps=3))
+    return WorkerConfig(load_model_config(tiny_model), spec=SpecConfig(method="ngram", num_steps=5))
 
 
 @pytest.fixture(autouse=True)
