@@ -94,16 +94,22 @@ class ReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQ_ID_FIELD_NUMBER: _builtins.int
+    ABORT_FIELD_NUMBER: _builtins.int
     req_id: _builtins.str
     """The request's id."""
+    abort: _builtins.bool
+    """True: also ends it where it still waits; its Submit is answered CANCELLED. Otherwise one that
+    waits stays: an earlier request of this id is meant, whose front was slow to say so.
+    """
     def __init__(
         self,
         *,
         req_id: _builtins.str = ...,
+        abort: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["req_id", b"req_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "req_id", b"req_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -113,12 +119,17 @@ Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
 class ReleaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    FOUND_FIELD_NUMBER: _builtins.int
+    found: _builtins.bool
+    """Whether it waited and has been ended."""
     def __init__(
         self,
+        *,
+        found: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -69,7 +69,7 @@ class ControllerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Says that a request no longer needs its place, waiting or running. Idempotent.
+        """Says that a request no longer needs its place. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

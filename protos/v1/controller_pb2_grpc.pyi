@@ -36,7 +36,7 @@ class ControllerServiceStub:
     Submit: _grpc.UnaryUnaryMultiCallable[_controller_pb2.SubmitRequest, _controller_pb2.SubmitResponse]
     """Queues a request and answers once a group has room for it. Repeating a req_id is safe."""
     Release: _grpc.UnaryUnaryMultiCallable[_controller_pb2.ReleaseRequest, _controller_pb2.ReleaseResponse]
-    """Says that a request no longer needs its place, waiting or running. Idempotent."""
+    """Says that a request no longer needs its place. Idempotent."""
     Report: _grpc.StreamStreamMultiCallable[_controller_pb2.ReportRequest, _controller_pb2.ReportResponse]
     """A leader's load reports, for as long as it lives; the answers carry drain orders."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_controller_pb2.GetStatusRequest, _controller_pb2.GetStatusResponse]
@@ -50,7 +50,7 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
     Submit: _aio.UnaryUnaryMultiCallable[_controller_pb2.SubmitRequest, _controller_pb2.SubmitResponse]  # type: ignore[assignment]
     """Queues a request and answers once a group has room for it. Repeating a req_id is safe."""
     Release: _aio.UnaryUnaryMultiCallable[_controller_pb2.ReleaseRequest, _controller_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Says that a request no longer needs its place, waiting or running. Idempotent."""
+    """Says that a request no longer needs its place. Idempotent."""
     Report: _aio.StreamStreamMultiCallable[_controller_pb2.ReportRequest, _controller_pb2.ReportResponse]  # type: ignore[assignment]
     """A leader's load reports, for as long as it lives; the answers carry drain orders."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_controller_pb2.GetStatusRequest, _controller_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -73,7 +73,7 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controller_pb2.ReleaseResponse, _abc.Awaitable[_controller_pb2.ReleaseResponse]]:
-        """Says that a request no longer needs its place, waiting or running. Idempotent."""
+        """Says that a request no longer needs its place. Idempotent."""
 
     @_abc_1.abstractmethod
     def Report(
