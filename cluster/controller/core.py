@@ -24,7 +24,7 @@ from paceline.cluster.controller.events import (
     Tick,
 )
 from paceline.cluster.controller.state import ControllerState, Group
-from paceline.cluster.front.errors import answers_rpc
+from paceline.cluster.front.errors import Cancelled, answers_rpc
 from paceline.cluster.scheduling.dispatch import WaitingReq
 from paceline.cluster.wire import load_from_pb
 from paceline.protos.v1 import controller_pb2, controller_pb2_grpc, generation_pb2
@@ -105,8 +105,13 @@ class ControllerCore(controller_pb2_grpc.ControllerServiceServicer):
     async def Release(  # noqa: N802 - the .proto's name
         self, request: controller_pb2.ReleaseRequest, context: Context
     ) -> controller_pb2.ReleaseResponse:
-        self.handle(ReqReleased(ReqId(request.req_id)))
-        return controller_pb2.ReleaseResponse()
+        req_id = ReqId(request.req_id)
+        is_waiting = req_id in self._waiters
+        if is_waiting and not request.abort:
+            return controller_pb2.ReleaseResponse()  # who waits holds no place yet
+        self.handle(ReqReleased(req_id))
+        self._settle(req_id, Cancelled(f"request '{req_id}' was aborted in the queue"))
+        return controller_pb2.ReleaseResponse(found=is_waiting)
 
     @answers_rpc
     async def Report(  # noqa: N802 - the .proto's name

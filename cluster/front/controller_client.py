@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from paceline.cluster.front.channels import ChannelCache
-from paceline.cluster.front.errors import from_rpc_error, is_ours
+from paceline.cluster.front.errors import Cancelled, from_rpc_error, is_ours
 from paceline.cluster.front.live import LiveReq
 from paceline.protos.v1 import controller_pb2
 from paceline.protos.v1.controller_pb2_grpc import ControllerServiceStub
@@ -71,6 +71,9 @@ class ControllerClient:
                 error = from_rpc_error(rpc_error)
                 if isinstance(error, DeadlineExceeded):
                     raise queue_deadline(live) from None
+                if isinstance(error, Cancelled) and is_ours(rpc_error):
+                    live.is_aborted = True  # through another front
+                    return None
                 if is_ours(rpc_error) or not isinstance(error, Unavailable):
                     raise error from None
                 lost = error
@@ -88,15 +91,18 @@ class ControllerClient:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
         return None
 
-    async def release(self, req_id: str) -> None:
-        """Best effort: a controller that misses it learns from the group's own reports."""
+    async def release(self, req_id: str, *, abort: bool = False) -> bool:
+        """Best effort: a controller that misses it learns from the group's own reports.
+
+        Returns whether `abort` ended it in the queue.
+        """
+        request = controller_pb2.ReleaseRequest(req_id=req_id, abort=abort)
         try:
             async with self._stub() as stub:
-                await stub.Release(
-                    controller_pb2.ReleaseRequest(req_id=req_id), timeout=_SHORT_RPC_S
-                )
+                return (await stub.Release(request, timeout=_SHORT_RPC_S)).found
         except (grpc.aio.AioRpcError, PacelineError) as error:
             log.debug("release not delivered req_id=%s error=%s", req_id, error)
+            return False
 
     async def status(self) -> controller_pb2.GetStatusResponse:
         """Raises: Unavailable: no answer."""

@@ -76,7 +76,7 @@ class GenerationCore:
         )
         self._leaders = LeaderClient(self._channels, self._clock)
         self._live = LiveTable(self.limits.max_concurrent_reqs)
-        self._releases: dict[str, asyncio.Task[None]] = {}
+        self._releases: dict[str, asyncio.Task[bool]] = {}
         self.is_draining = False
 
     # What the faces call.
@@ -214,7 +214,7 @@ class GenerationCore:
         self._releases[req_id] = task
         task.add_done_callback(lambda done: self._forget_release(req_id, done))
 
-    def _forget_release(self, req_id: str, task: asyncio.Task[None]) -> None:
+    def _forget_release(self, req_id: str, task: asyncio.Task[bool]) -> None:
         if self._releases.get(req_id) is task:
             del self._releases[req_id]
         if not task.cancelled() and task.exception() is not None:
@@ -380,6 +380,7 @@ class GenerationCore:
         except Unavailable:
             return False
         leaders = [g.address for g in status.groups if g.role == "target" and g.address]
+        # The queue first: a request leaves it for a leader, and never comes back by itself.
+        waited = await self._controller.release(req_id, abort=True)
         found = await asyncio.gather(*(self._leaders.abort(address, req_id) for address in leaders))
-        await self._controller.release(req_id)
-        return any(found)
+        return waited or any(found)

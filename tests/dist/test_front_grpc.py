@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.cluster.client import PacelineClient
+from paceline.cluster.front.errors import Cancelled
 from paceline.cluster.front.sampling import seed_of
 from paceline.cluster.front.text import TextCodec
 from paceline.protos.v1 import admin_pb2, common_pb2, generation_pb2
@@ -364,6 +365,13 @@ async def test_abort_finds_another_fronts_request_at_its_leader(front: Front) ->
     assert reply.found
     assert front.leader.aborts == ["elsewhere"]
     assert front.controller.released == ["elsewhere"]
+
+
+async def test_abort_through_another_front_ends_a_waiting_request(front: Front) -> None:
+    front.controller.error = Cancelled("request 'x6' was aborted in the queue")
+    chunks, complete = await collect(front.stub.Generate(ask(request_id="x6")))
+    assert not chunks
+    assert complete.finish_reason == common_pb2.FINISH_REASON_ABORT
 
 
 async def test_overload_says_when_to_come_back(front: Front) -> None:
