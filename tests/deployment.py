@@ -1,7 +1,6 @@
 """Real deployments for tests: one Ray per module, any number of deployments in it, and a judge."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,13 +94,3 @@ def snapshot(address: str) -> admin_pb2.SnapshotResponse:
     """Of a leader, target or draft."""
     with grpc.insecure_channel(address) as channel:
         return AdminServiceStub(channel).Snapshot(admin_pb2.SnapshotRequest(), timeout=10)
-
-
-def wait_for(what: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """The first truthy answer. Raises: AssertionError: none in time."""
-    give_up_s = time.monotonic() + timeout_s
-    while time.monotonic() < give_up_s:
-        if answer := what():
-            return answer
-        time.sleep(0.02)
-    raise AssertionError(f"not true within {timeout_s:g} s")

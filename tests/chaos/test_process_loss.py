@@ -13,7 +13,8 @@ import pytest
 from paceline.cluster.client import PacelineClient
 from paceline.cluster.launch import Deployment
 from paceline.worker.errors import Unavailable
-from tests.deployment import Judge, deployed, group_info, local_ray, snapshot, wait_for
+from tests.deployment import Judge, deployed, group_info, local_ray, snapshot
+from tests.polling import wait_for
 
 PROMPT = [11, 45, 190, 7, 80, 33, 101]
 NUM_TOKENS = 160

@@ -15,7 +15,8 @@ from paceline.cluster.launch import Deployment
 from paceline.protos.v1 import common_pb2, generation_pb2
 from paceline.protos.v1.generation_pb2_grpc import GenerationServiceStub
 from paceline.worker.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
-from tests.deployment import Judge, deployed, group_info, local_ray, snapshot, wait_for
+from tests.deployment import Judge, deployed, group_info, local_ray, snapshot
+from tests.polling import wait_for
 
 PROMPTS = [[5 + i, 60 + 3 * i, 7, 130 - i, 9 * i + 4] * (1 + i) for i in range(6)]
 NUM_TOKENS = 24

@@ -12,7 +12,8 @@ import pytest
 from paceline.cluster.client import PacelineClient
 from paceline.cluster.launch import Deployment
 from paceline.worker.errors import Overloaded
-from tests.deployment import Judge, deployed, group_info, local_ray, snapshot, wait_for
+from tests.deployment import Judge, deployed, group_info, local_ray, snapshot
+from tests.polling import wait_for
 
 PROMPTS = [[3 + i, 99, 150 - 7 * i, 20, 4 * i + 1] for i in range(6)]
 NUM_TOKENS = 20

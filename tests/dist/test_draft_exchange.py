@@ -23,18 +23,12 @@ from paceline.worker.spec.link_drafter import LinkDrafter
 from paceline.worker.spec.vocab import vocab_hash
 from paceline.worker.step import Epoch, ReqId, SamplingParams
 from tests.draft_host import SPEC, DraftHost, draft_config, draft_host, make_server
+from tests.polling import wait_for
 from tests.spec_harness import GREEDY, SAMPLED, SoloTarget, worker_config
 from tests.tiny import VOCAB_SIZE
 
 PROMPTS = [[1, 5, 9, 44, 60, 100, 7], [1, *range(20, 60)], [3]]
 SYNC = SyncRow(ReqId("a"), (1, 5, 9, 44), 3, 0.8, 0, 1.0, 0.0)
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not become true in time"
-        threading.Event().wait(0.01)
 
 
 @contextmanager
@@ -127,7 +121,7 @@ def test_output_over_grpc_is_that_of_plain_decoding(
         got = target.run(PROMPTS, params, drafter)
         assert [req.output_ids for req in got] == [req.output_ids for req in plain]
         assert drafter.counters().num_draft_rows > 60
-        eventually(lambda: holds_nothing(host))
+        wait_for(lambda: holds_nothing(host))
     target.shutdown()
 
 
@@ -187,7 +181,7 @@ def test_two_targets_use_one_draft_and_the_same_req_ids(host: DraftHost, tiny_mo
     assert outputs[1] == outputs[-1]
     assert outputs[2] == outputs[-2]
     assert outputs[1] != outputs[2]
-    eventually(lambda: holds_nothing(host))
+    wait_for(lambda: holds_nothing(host))
 
 
 def test_a_stream_that_ends_frees_its_reqs(host: DraftHost, tiny_draft: Path) -> None:
@@ -196,7 +190,7 @@ def test_a_stream_that_ends_frees_its_reqs(host: DraftHost, tiny_draft: Path) ->
         assert link.exchange(ask(1, sync=True), 5.0) is not None
         assert list(snapshot(host).running_req_ids) == ["a"]
         assert snapshot(host).draft_attached
-    eventually(lambda: holds_nothing(host))
+    wait_for(lambda: holds_nothing(host))
 
 
 def test_a_target_that_attaches_again_takes_the_place_of_its_stream(
@@ -206,7 +200,7 @@ def test_a_target_that_attaches_again_takes_the_place_of_its_stream(
         assert old.wait_until_up(10)
         with grpc_link(host.address, tiny_draft) as new:
             assert new.wait_until_up(10)
-            eventually(lambda: not old.is_up)
+            wait_for(lambda: not old.is_up)
             assert old.exchange(ask(1, sync=True), 5.0) is None
             assert new.exchange(ask(1, sync=True), 5.0) is not None
 
@@ -333,9 +327,9 @@ def test_a_lost_device_ends_streams_and_shows_in_health(tiny_draft: Path) -> Non
 
         host.proposer.executor.forward = fail  # type: ignore[assignment,method-assign]
         assert link.exchange(ask(1, sync=True), 5.0) is None
-        eventually(lambda: not link.is_up)
+        wait_for(lambda: not link.is_up)
         host.call(host.server.wait_for_failure())
         with grpc.insecure_channel(host.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
-            eventually(lambda: stub.Check(request, timeout=5).status == not_serving)
+            wait_for(lambda: stub.Check(request, timeout=5).status == not_serving)

@@ -11,7 +11,8 @@ import ray
 
 from paceline.cluster.launch import Deployment
 from paceline.worker.errors import ConfigError
-from tests.deployment import Judge, deployed, local_ray, wait_for
+from tests.deployment import Judge, deployed, local_ray
+from tests.polling import wait_for
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of Ray Serve's own models

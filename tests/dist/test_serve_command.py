@@ -17,7 +17,7 @@ import pytest
 
 from paceline.cluster.client import PacelineClient
 from paceline.worker.errors import Unavailable
-from tests.deployment import wait_for
+from tests.polling import wait_for
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 300

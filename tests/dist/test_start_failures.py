@@ -21,7 +21,8 @@ from paceline.cluster.placement.groups import (
     wait_for_room,
 )
 from paceline.worker.errors import ConfigError, NotFound, PacelineError
-from tests.deployment import local_ray, wait_for
+from tests.deployment import local_ray
+from tests.polling import wait_for
 from tests.tiny import make_tiny_model
 
 

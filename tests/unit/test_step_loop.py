@@ -1,8 +1,7 @@
 """The step loop over a toy model: what reqs are told, and what is left behind."""
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -28,6 +27,7 @@ from paceline.worker.step import (
     StepPlan,
     StepReply,
 )
+from tests.polling import wait_for
 from tests.toy import EOS, VOCAB_SIZE, ToyDrafter, ToyGroup, generate
 
 
@@ -42,13 +42,6 @@ def long_prompt(num_tokens: int, *, min_output: int = 24, start: int = 1) -> lis
         if EOS not in generate(ids, min_output):
             return ids
     raise AssertionError("no such prompt")
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        threading.Event().wait(0.002)
 
 
 # ---- output
@@ -352,10 +345,10 @@ def test_the_drafter_may_change_in_mid_stream() -> None:
     assert group.loop.snapshot().epoch == group.loop.load().epoch == 3
     group.run_until_idle()
     assert group.output("r") == generate(prompt, 24)
-    wait_until(lambda: first.is_shut_down)
+    wait_for(lambda: first.is_shut_down)
     assert not second.is_shut_down
     group.loop.stop()
-    wait_until(lambda: second.is_shut_down)
+    wait_for(lambda: second.is_shut_down)
 
 
 def test_a_drafter_replaced_before_it_was_used_is_shut_down_too() -> None:
@@ -363,9 +356,9 @@ def test_a_drafter_replaced_before_it_was_used_is_shut_down_too() -> None:
     group = ToyGroup(drafter=first)
     group.loop.set_drafter(skipped)
     group.loop.set_drafter(last)
-    wait_until(lambda: skipped.is_shut_down)
+    wait_for(lambda: skipped.is_shut_down)
     group.loop.set_drafter(first)
-    wait_until(lambda: last.is_shut_down)
+    wait_for(lambda: last.is_shut_down)
     group.loop.step_once()
     assert not first.is_shut_down
 
@@ -632,10 +625,10 @@ def test_drain_aborts_what_is_left_at_its_limit() -> None:
 def test_an_idle_loop_beats_and_wakes_for_a_req() -> None:
     group = ToyGroup(clock=SystemClock())
     thread = start(group)
-    wait_until(lambda: group.executor.num_heartbeats > 0)
+    wait_for(lambda: group.executor.num_heartbeats > 0)
     assert group.loop.step_id == 0
     group.submit("r", long_prompt(4), 5)
-    wait_until(lambda: group.loop.is_idle)
+    wait_for(lambda: group.loop.is_idle)
     assert group.output("r") == generate(long_prompt(4), 5)
     group.loop.stop()
     thread.join(10)
