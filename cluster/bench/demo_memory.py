@@ -6,6 +6,7 @@ import time
 
 import psutil
 
+from paceline.cluster.cli.demo import resident_bytes
 from paceline.worker.errors import InternalError
 
 _SAMPLE_S = 0.25
@@ -27,24 +28,10 @@ def measure_demo_peak_gib() -> float:
             if time.monotonic() > deadline_s:
                 demo.terminate()
                 raise InternalError(f"the demo did not end within {_DEMO_LIMIT_S:g} s")
-            peak_bytes = max(peak_bytes, _resident_bytes(root))
+            peak_bytes = max(peak_bytes, resident_bytes(root))
             time.sleep(_SAMPLE_S)
         if demo.returncode != 0:
             assert demo.stderr is not None
             tail = demo.stderr.read().decode(errors="replace")[-2000:]
             raise InternalError(f"the demo exited with {demo.returncode}: {tail}")
     return peak_bytes / 2**30
-
-
-def _resident_bytes(root: psutil.Process) -> int:
-    total = 0
-    try:
-        processes = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0
-    for process in processes:
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return total

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 import typer
 
 if TYPE_CHECKING:
+    import psutil
+
     from paceline.cluster.client import PacelineClient
     from paceline.cluster.config import ClusterConfig
-    from paceline.protos.v1 import common_pb2, generation_pb2
+    from paceline.protos.v1 import generation_pb2
 
 MODEL = "smollm2-135m"
 QUESTIONS = (
@@ -69,6 +71,7 @@ def demo_config() -> "ClusterConfig":
 
 
 def run_demo(*, max_tokens: int = 80, questions: Sequence[str] = QUESTIONS) -> DemoResult:
+    from paceline.cluster.cli.generate import describe_receipt
     from paceline.cluster.cli.progress import StartProgress
     from paceline.cluster.cli.serve import describe_stop
     from paceline.cluster.launch import start
@@ -81,7 +84,7 @@ def run_demo(*, max_tokens: int = 80, questions: Sequence[str] = QUESTIONS) -> D
             _title(f"Two questions at once over gRPC at {deployment.grpc_address}")
             answers = asyncio.run(_ask_all(deployment.grpc_address, questions, max_tokens))
             for number, answer in enumerate(answers, 1):
-                print(f"receipt [{number}]  {_describe(answer.receipt)}", flush=True)
+                print(f"receipt [{number}]  {describe_receipt(answer.receipt)}", flush=True)
             _title("The first question again, over HTTP")
             http_text = _ask_http(deployment.http_url, questions[0], max_tokens)
             print(f"{_wrap(http_text)}\n({_compare(http_text, answers[0].text)})", flush=True)
@@ -129,17 +132,6 @@ async def _ask(
         if piece.complete is not None:
             return piece.complete
     raise InternalError("the stream ended without an answer")
-
-
-def _describe(receipt: "common_pb2.Receipt") -> str:
-    decode_s = max(receipt.total_s - receipt.time_to_first_token_s, 1e-9)
-    tokens_per_s = max(receipt.completion_tokens - 1, 0) / decode_s
-    tokens_per_step = receipt.completion_tokens / max(receipt.num_steps, 1)
-    return (
-        f"tokens {receipt.completion_tokens}  tokens/step {tokens_per_step:.2f}  "
-        f"accepted {receipt.accepted_tokens}/{receipt.proposed_tokens} proposed  "
-        f"first token {receipt.time_to_first_token_s:.2f} s  {tokens_per_s:.1f} tokens/s"
-    )
 
 
 # ---- over HTTP
@@ -296,10 +288,21 @@ class _PeakMemory:
 
         this = psutil.Process()
         while not self._has_ended.wait(_SAMPLE_S):
-            total_bytes = 0
-            for process in (this, *this.children(recursive=True)):
-                try:
-                    total_bytes += process.memory_info().rss
-                except psutil.NoSuchProcess:
-                    continue
-            self.peak_bytes = max(self.peak_bytes, total_bytes)
+            self.peak_bytes = max(self.peak_bytes, resident_bytes(this))
+
+
+def resident_bytes(root: "psutil.Process") -> int:
+    """Of a process and all that descend from it; pages they share count once for each of them."""
+    import psutil
+
+    total_bytes = 0
+    try:
+        processes = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    for process in processes:
+        try:
+            total_bytes += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total_bytes

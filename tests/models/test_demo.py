@@ -19,8 +19,9 @@ def test_demo_answers_both_questions_with_receipts_and_leaves_no_process(
         assert re.search(rf"^\[{number}\] \? \w+", text, re.MULTILINE)
         assert re.search(rf"^\[{number}\]   \S+", text, re.MULTILINE)
         receipt = re.search(
-            rf"^receipt \[{number}\]  tokens (\d+)  tokens/step ([\d.]+)  "
-            r"accepted (\d+)/(\d+) proposed  first token [\d.]+ s  [\d.]+ tokens/s$",
+            rf"^receipt \[{number}\]  (\d+) tokens, ([\d.]+) tokens/step, "
+            r"(\d+)/(\d+) drafts accepted, "
+            r"(?:\d+/\d+ prompt tokens cached, )?first token [\d.]+ s, [\d.]+ tokens/s$",
             text,
             re.MULTILINE,
         )
