@@ -126,6 +126,8 @@ def _within_reach(ids: Ids, z: Floats, key: NoiseKey, reached: np.float32) -> tu
     # (2^24 - bits - 0.5) / 2^24 is 1 - u. The slack outweighs all rounding: exp and its argument
     # are right to 1e-5, and one step of the bits is added.
     bound = z - reached
+    # Above 0 all are within reach; far above, where the best k are far apart, exp would overflow.
+    np.minimum(bound, np.float32(1.0), out=bound)
     np.exp(bound, out=bound)
     bound *= np.float32(_RANGE * 1.0001)
     bound += np.float32(1.0)

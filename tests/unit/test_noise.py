@@ -13,6 +13,7 @@ from paceline.worker.noise import (
     host_gumbel,
     host_noise_bits,
     noise_key,
+    top_perturbed,
 )
 
 KEYS = [(0, 0), (0, 1), (1, 0), (2**64 - 1, 131_071), (0x123456789ABCDEF, 77)]
@@ -61,3 +62,11 @@ def test_noise_has_the_moments_of_a_gumbel_variable() -> None:
     )
     assert noise.mean() == pytest.approx(np.euler_gamma, abs=0.01)
     assert noise.var() == pytest.approx(np.pi**2 / 6, abs=0.03)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_best_are_found_however_far_apart_they_are(k: int) -> None:
+    z = np.array([0, -50, -1e3, -1e6, -1e36, -np.inf] + [-2e36] * 90, dtype=np.float32)
+    ids, sums = top_perturbed(z, noise_key(7, 5), k)
+    assert ids.tolist() == [0, 1, 2][:k]
+    assert np.isfinite(sums).all()
