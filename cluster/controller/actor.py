@@ -8,7 +8,7 @@ it creates belongs to it: were it to die, Ray would end its groups and fronts wi
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -219,11 +219,13 @@ class Controller:
         """The newest pairing of a target takes the place of one that is still being told."""
         if (earlier := self._attaching.get(action.group_id)) is not None:
             earlier.cancel()
-        self._attaching[action.group_id] = asyncio.create_task(_attach(action))
+        self._attaching[action.group_id] = asyncio.create_task(
+            attach(action, self._core.state.is_paired)
+        )
 
 
-async def _attach(action: AttachDraft) -> None:
-    """Tells a target's leader of its draft, until it answers or the pairing is superseded."""
+async def attach(action: AttachDraft, is_paired: Callable[[AttachDraft], bool]) -> None:
+    """Tells a target's leader of its draft, until it answers or the pairing is over."""
     request = admin_pb2.AttachDraftRequest(
         address=action.draft_address,
         draft_group_id=action.draft_group_id,
@@ -231,7 +233,7 @@ async def _attach(action: AttachDraft) -> None:
     )
     async with grpc.aio.insecure_channel(action.address, options=client_options()) as channel:
         stub: AdminServiceAsyncStub = AdminServiceStub(channel)
-        while True:
+        while is_paired(action):
             try:
                 await stub.AttachDraft(request, timeout=_ATTACH_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:

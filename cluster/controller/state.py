@@ -106,6 +106,15 @@ class ControllerState:
     def num_sent_reqs(self) -> int:
         return len(self._holders)
 
+    def is_paired(self, action: AttachDraft) -> bool:
+        """Whether a pairing still holds: both of its leaders live, and no later one was decided."""
+        group = self._groups[action.group_id]
+        return (group.address, group.draft_group_id, group.epoch) == (
+            action.address,
+            action.draft_group_id,
+            action.epoch,
+        )
+
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Applies one event; `now_s` is on the clock of all deadlines and arrivals."""
         match event:

@@ -230,3 +230,14 @@ def test_targets_of_a_dead_draft_move_to_a_living_one_and_back(state: Controller
     assert isinstance(back, AttachDraft)
     assert back.draft_group_id == "d0"
     assert {g.draft_group_id for g in state.groups if g.role == "target"} == {"d0", "d1"}
+
+
+@pytest.mark.parametrize("dead", ["t0", "d0"])
+def test_a_pairing_is_over_when_either_side_dies(state: ControllerState, dead: str) -> None:
+    bring_up(state)
+    (pairing,) = [a for a in bring_up(state, "d0", "draft") if isinstance(a, AttachDraft)]
+    assert state.is_paired(pairing)
+    state.handle(GroupDied(dead), 1.0)
+    assert not state.is_paired(pairing)
+    bring_up(state, dead, "target" if dead == "t0" else "draft")
+    assert not state.is_paired(pairing)  # the next one has its own epoch
