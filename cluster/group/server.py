@@ -117,6 +117,10 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
     async def Drain(  # noqa: N802 - the .proto's name
         self, request: admin_pb2.DrainRequest, context: Context
     ) -> admin_pb2.DrainResponse:
+        if not 0 <= request.timeout_s < float("inf"):
+            raise InvalidRequest(
+                f"timeout_s is {request.timeout_s:g}; use 0 or more seconds", "timeout_s"
+            )
         return admin_pb2.DrainResponse(num_aborted=await self.drain(request.timeout_s))
 
     @answers_rpc

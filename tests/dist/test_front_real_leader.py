@@ -6,12 +6,14 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from paceline.cluster.client import PacelineClient
 from paceline.cluster.group.server import GroupServer
 from paceline.cluster.group.step_loop import StepLoop
-from paceline.protos.v1 import common_pb2
+from paceline.protos.v1 import admin_pb2, common_pb2
+from paceline.protos.v1.admin_pb2_grpc import AdminServiceStub
 from paceline.worker.config import CacheConfig, WorkerConfig
 from paceline.worker.models.registry import load_model_config
 from paceline.worker.target.build import build_executor
@@ -116,3 +118,15 @@ async def test_a_deadline_on_a_real_leader_frees_its_pages(front: Front, loop: S
     assert reply.status_code == 504
     assert "0.1 s" in reply.json()["error"]["message"]
     await poll(lambda: pages_are_back(loop))
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0])
+async def test_a_leader_drains_within_a_limit_only(
+    front: Front, loop: StepLoop, timeout_s: float
+) -> None:
+    async with grpc.aio.insecure_channel(front.leader.address) as channel:
+        request = admin_pb2.DrainRequest(timeout_s=timeout_s)
+        with pytest.raises(grpc.aio.AioRpcError, match="timeout_s") as caught:
+            await AdminServiceStub(channel).Drain(request, timeout=5.0)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not loop.load().draining
