@@ -9,6 +9,7 @@ in `req_to_token` and `kv_indices` (int32).
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from torch import Tensor
 
@@ -30,6 +31,35 @@ class TreeLinks:
     retrieve_index: Tensor
     retrieve_next_token: Tensor
     retrieve_next_sibling: Tensor
+
+
+class TreeMaskMode(IntEnum):
+    """How a tree's mask is laid out; cell j of node i is true where i attends to node j.
+
+    FULL_MASK: bool, req after req [num_draft_tokens, seq_len + num_draft_tokens], the prefix true.
+    QLEN_ONLY: bool, the last num_draft_tokens columns of that.
+    QLEN_ONLY_BITPACKING: the same as one unsigned number per node, bit j for column j, of 8, 16 or
+        32 bits, the fewest that num_draft_tokens fits in.
+    """
+
+    FULL_MASK = 0
+    QLEN_ONLY = 1
+    QLEN_ONLY_BITPACKING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltTrees:
+    """A batch of trees, ready for a verify.
+
+    draft_ids: [bs, num_draft_tokens] int64, the root in column 0.
+    positions: [bs * num_draft_tokens] int64, seq_lens[b] + the node's depth.
+    tree_mask: flat, as its mode says.
+    """
+
+    draft_ids: Tensor
+    links: TreeLinks
+    positions: Tensor
+    tree_mask: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +204,40 @@ class KernelSet(ABC):
         [bs, d]."""
 
     @abstractmethod
+    def get_draft_cache_locs(
+        self,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        topk: int,
+        num_steps: int,
+        page_size: int,
+    ) -> Tensor:
+        """The draft slots that the rows hold already from seq_lens on, flat
+        [bs * topk * num_steps] int64 in (req, lane, step) order; lanes stand as in
+        `generate_draft_decode_kv_indices`. Writes nothing."""
+
+    @abstractmethod
+    def fill_accepted_out_cache_loc(self, accept_index: Tensor, out_cache_loc: Tensor) -> Tensor:
+        """The slots of all accepted nodes, in order and without gaps, then slot 0:
+        [accept_index.numel()] int64. accept_index [bs, d], out_cache_loc
+        [bs * num_draft_tokens] int64."""
+
+    @abstractmethod
+    def filter_finished_cache_loc(
+        self, tgt_cache_loc: Tensor, accept_length: Tensor, accept_length_filter: Tensor, total: int
+    ) -> Tensor:
+        """Of each req's accept_length[b] + 1 slots in flat tgt_cache_loc the first
+        accept_length_filter[b]; [total] int64, total = sum(accept_length_filter)."""
+
+    @abstractmethod
+    def align_evict_mask_to_page_size(
+        self, evict_mask: Tensor, seq_lens: Tensor, page_size: int
+    ) -> Tensor:
+        """evict_mask [bs, num_draft_tokens] bool of chains, false for the nodes kept, which come
+        first -> the same without the page of the last token kept."""
+
+    @abstractmethod
     def alloc_extend(
         self,
         prefix_lens: Tensor,
@@ -259,7 +323,103 @@ class KernelSet(ABC):
         """Walks each tree from its root while the target's token at a node equals a child's.
         draft_ids, target_ids [bs, num_draft_tokens] int64."""
 
+    @abstractmethod
+    def build_tree(
+        self,
+        verified_id: Tensor,
+        parents: Tensor,
+        selected: Tensor,
+        draft_ids: Tensor,
+        seq_lens: Tensor,
+        topk: int,
+        mask_mode: TreeMaskMode,
+        *,
+        seq_lens_sum: int | None = None,
+        tree_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> BuiltTrees:
+        """Trees of the candidates that drafting chose. Candidate g of a req is a child of the root
+        where g < topk, else of candidate parents[b, g // topk].
+
+        verified_id [bs]; parents [bs, n] int64 (num_steps 1: never read); selected
+        [bs, num_draft_tokens - 1] int64, distinct, ascending: node i is candidate selected[b, i-1];
+        draft_ids their tokens. A node whose parent does not stand before it attends to prefix, root
+        and itself, at depth 1, and is linked nowhere. tree_mask and positions: buffers to use, at
+        least as long as needed; what lies behind is left alone. seq_lens_sum saves a sync where
+        FULL_MASK gets no buffer.
+        Raises: ValueError: more than 32 nodes to pack into bits, or a buffer is too short."""
+
+    @abstractmethod
+    def reconstruct_indices_from_tree_mask(
+        self, tree_mask: Tensor, seq_lens: Tensor, num_draft_tokens: int
+    ) -> tuple[TreeLinks, Tensor]:
+        """(links, positions [bs * num_draft_tokens]) of trees given as QLEN_ONLY masks whose
+        ancestors stand before their descendants. A row that sees nothing before itself is linked
+        nowhere and has depth 0."""
+
+    @abstractmethod
+    def segment_packbits(
+        self, x: Tensor, input_indptr: Tensor, output_indptr: Tensor, y: Tensor
+    ) -> None:
+        """Packs each segment of x (flat bool) into bytes of y (uint8), first bit lowest, the last
+        byte filled up with zeros. Segment b is x[input_indptr[b]:input_indptr[b + 1]] and goes to
+        y[output_indptr[b]] and on; both int32 [bs + 1]."""
+
+    @abstractmethod
+    def tree_speculative_sampling_target_only(
+        self,
+        draft_ids: Tensor,
+        links: TreeLinks,
+        target_probs: Tensor,
+        coins: Tensor,
+        final_coins: Tensor,
+        max_depth: int,
+        threshold_single: float = 1.0,
+        threshold_acc: float = 1.0,
+    ) -> VerifyResult:
+        """Walks each tree by chance: at a node with distribution q its children are tried in
+        order, q of those tried is summed up, and a child of q > 0 is accepted where the node's coin
+        is below sum / threshold_acc or its q at least threshold_single. The token after the path is
+        drawn from q without the children that were tried; after max_depth nodes, from all of q.
+        With both thresholds 1 the tokens are distributed as the target's.
+
+        draft_ids [bs, num_draft_tokens] int64, children of one node distinct, ids outside the
+        vocabulary never accepted; target_probs [bs, num_draft_tokens, V] fp32; coins
+        [bs, num_draft_tokens] and final_coins [bs] fp32, uniform in [0, 1).
+        Raises: ValueError: a threshold outside [0, 1]."""
+
+    @abstractmethod
+    def fill_new_verified_id(self, accepted_ids: Tensor, num_new_tokens: Tensor) -> Tensor:
+        """accepted_ids[b, num_new_tokens[b] - 1] -> [bs]; accepted_ids [bs, d], one row per
+        path."""
+
+    @abstractmethod
+    def create_extend_after_decode_spec_info(
+        self, verified_id: Tensor, seq_lens: Tensor, num_new_tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(positions int64, last id of each req [bs]) of the new tokens verified_id, flat over
+        reqs, num_new_tokens[b] >= 1 each. seq_lens [bs] count them."""
+
+    @abstractmethod
+    def create_accept_length_filter(
+        self, accept_length: Tensor, is_finished: Tensor, seq_lens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(accept_length_filter, seq_lens with the new tokens), both [bs]: accept_length + 1
+        tokens for a req that goes on, 0 for one that is_finished [bs] bool; every req's seq_len
+        grows."""
+
     # ---- sampling
+
+    @abstractmethod
+    def top_k_renorm(self, probs: Tensor, top_k: Tensor) -> Tensor:
+        """Keeps of each row every value that is at least its top_k-th largest, ties included,
+        divided by their sum. probs [n, V] fp32; top_k [n] int >= 1, from V on a row stays."""
+
+    @abstractmethod
+    def top_p_renorm(self, probs: Tensor, top_p: Tensor) -> Tensor:
+        """Keeps of each row the fewest largest values that sum to top_p or more, and all that
+        equal the least of them, divided by their sum. probs [n, V] fp32, top_p [n] fp32 > 0; from 1
+        on a row stays."""
 
     @abstractmethod
     def noise_bits(self, keys: Tensor, token_ids: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 They read no device memory, so they cost no sync. Torch's own ops check for themselves.
 """
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -46,3 +48,15 @@ def check_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:
     """Raises: ValueError: another dtype."""
     if x.dtype != dtype:
         raise ValueError(f"{name} is {x.dtype}, must be {dtype}")
+
+
+def check_thresholds(single: float, acc: float) -> tuple[float, float]:
+    """Both as the fp32 numbers that kernels take, `acc` no less than 1e-9.
+
+    Raises: ValueError: one is outside [0, 1].
+    """
+    for name, value in (("threshold_single", single), ("threshold_acc", acc)):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} is {value}, must be in [0, 1]")
+    rounded: tuple[float, float] = struct.unpack("2f", struct.pack("2f", single, max(acc, 1e-9)))
+    return rounded

@@ -4,7 +4,7 @@ from paceline.kernels.api import KernelSet
 from paceline.kernels.reference.act import silu_and_mul
 from paceline.kernels.reference.alloc import alloc_decode, alloc_extend
 from paceline.kernels.reference.attend import plan_attention
-from paceline.kernels.reference.build_tree import build_tree_links
+from paceline.kernels.reference.build_tree import build_tree, build_tree_links
 from paceline.kernels.reference.cache_locs import (
     assign_draft_cache_locs,
     assign_extend_cache_locs,
@@ -20,8 +20,25 @@ from paceline.kernels.reference.kv_indices import (
 from paceline.kernels.reference.move_kv import move_kv
 from paceline.kernels.reference.noise import noise_bits
 from paceline.kernels.reference.norm import add_rms_norm, rms_norm
+from paceline.kernels.reference.renorm import top_k_renorm, top_p_renorm
 from paceline.kernels.reference.rope import apply_rotary
+from paceline.kernels.reference.spec_locs import (
+    fill_accepted_out_cache_loc,
+    filter_finished_cache_loc,
+    get_draft_cache_locs,
+)
+from paceline.kernels.reference.spec_rows import (
+    align_evict_mask_to_page_size,
+    create_accept_length_filter,
+    create_extend_after_decode_spec_info,
+    fill_new_verified_id,
+)
 from paceline.kernels.reference.store_kv import store_kv
+from paceline.kernels.reference.tree_mask import (
+    reconstruct_indices_from_tree_mask,
+    segment_packbits,
+)
+from paceline.kernels.reference.tree_sampling import tree_speculative_sampling_target_only
 from paceline.kernels.reference.verify_tree import verify_tree_greedy
 
 
@@ -42,11 +59,24 @@ class ReferenceKernels(KernelSet):
     assign_extend_cache_locs = staticmethod(assign_extend_cache_locs)
     assign_draft_cache_locs = staticmethod(assign_draft_cache_locs)
     get_src_tgt_cache_loc = staticmethod(get_src_tgt_cache_loc)
+    get_draft_cache_locs = staticmethod(get_draft_cache_locs)
+    fill_accepted_out_cache_loc = staticmethod(fill_accepted_out_cache_loc)
+    filter_finished_cache_loc = staticmethod(filter_finished_cache_loc)
+    align_evict_mask_to_page_size = staticmethod(align_evict_mask_to_page_size)
     alloc_extend = staticmethod(alloc_extend)
     alloc_decode = staticmethod(alloc_decode)
     plan_attention = staticmethod(plan_attention)
     decode_attention = staticmethod(decode_attention)
     extend_attention = staticmethod(extend_attention)
+    build_tree = staticmethod(build_tree)
     build_tree_links = staticmethod(build_tree_links)
     verify_tree_greedy = staticmethod(verify_tree_greedy)
+    tree_speculative_sampling_target_only = staticmethod(tree_speculative_sampling_target_only)
+    reconstruct_indices_from_tree_mask = staticmethod(reconstruct_indices_from_tree_mask)
+    segment_packbits = staticmethod(segment_packbits)
+    fill_new_verified_id = staticmethod(fill_new_verified_id)
+    create_extend_after_decode_spec_info = staticmethod(create_extend_after_decode_spec_info)
+    create_accept_length_filter = staticmethod(create_accept_length_filter)
+    top_k_renorm = staticmethod(top_k_renorm)
+    top_p_renorm = staticmethod(top_p_renorm)
     noise_bits = staticmethod(noise_bits)

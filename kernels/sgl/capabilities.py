@@ -4,7 +4,16 @@ from functools import cache
 from importlib.util import find_spec
 
 # The ops that `dispatch` knows how to call.
-KNOWN_OPS = ("rmsnorm", "fused_add_rmsnorm", "silu_and_mul", "verify_tree_greedy")
+KNOWN_OPS = (
+    "rmsnorm",
+    "fused_add_rmsnorm",
+    "silu_and_mul",
+    "verify_tree_greedy",
+    "reconstruct_indices_from_tree_mask",
+    "segment_packbits",
+    "top_k_renorm_prob",
+    "top_p_renorm_prob",
+)
 
 
 @cache

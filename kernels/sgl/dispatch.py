@@ -1,6 +1,6 @@
 """SglKernels: sgl-kernel's ops where this build has them, Triton's for the rest.
 
-Foreign names and spellings end here: `retrive_*`, and results in int32.
+Foreign names end in this folder; those of trees in trees.py.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.kernels.api import KernelSet, TreeLinks, VerifyResult
 from paceline.kernels.paged.kernel_set import TritonKernels
+from paceline.kernels.sgl import trees
 from paceline.kernels.sgl.capabilities import probe_ops
 
 _HALF = (torch.float16, torch.bfloat16)  # the dtypes its norms and activations are built for
@@ -29,12 +30,28 @@ class SglKernels(KernelSet):
     assign_extend_cache_locs = staticmethod(TritonKernels.assign_extend_cache_locs)
     assign_draft_cache_locs = staticmethod(TritonKernels.assign_draft_cache_locs)
     get_src_tgt_cache_loc = staticmethod(TritonKernels.get_src_tgt_cache_loc)
+    get_draft_cache_locs = staticmethod(TritonKernels.get_draft_cache_locs)
+    fill_accepted_out_cache_loc = staticmethod(TritonKernels.fill_accepted_out_cache_loc)
+    filter_finished_cache_loc = staticmethod(TritonKernels.filter_finished_cache_loc)
+    align_evict_mask_to_page_size = staticmethod(TritonKernels.align_evict_mask_to_page_size)
     alloc_extend = staticmethod(TritonKernels.alloc_extend)
     alloc_decode = staticmethod(TritonKernels.alloc_decode)
     plan_attention = staticmethod(TritonKernels.plan_attention)
     decode_attention = staticmethod(TritonKernels.decode_attention)
     extend_attention = staticmethod(TritonKernels.extend_attention)
+    # Theirs of these two trust their input: one writes out of bounds where a parent is missing, the
+    # other reads there where a draft's token is in no vocabulary, and needs scratch of
+    # [bs, num_draft_tokens, V]. What they give for sound input is the same (tests/golden).
+    build_tree = staticmethod(TritonKernels.build_tree)
+    tree_speculative_sampling_target_only = staticmethod(
+        TritonKernels.tree_speculative_sampling_target_only
+    )
     build_tree_links = staticmethod(TritonKernels.build_tree_links)
+    fill_new_verified_id = staticmethod(TritonKernels.fill_new_verified_id)
+    create_extend_after_decode_spec_info = staticmethod(
+        TritonKernels.create_extend_after_decode_spec_info
+    )
+    create_accept_length_filter = staticmethod(TritonKernels.create_accept_length_filter)
     noise_bits = staticmethod(TritonKernels.noise_bits)
 
     def __init__(self) -> None:
@@ -71,19 +88,35 @@ class SglKernels(KernelSet):
     ) -> VerifyResult:
         if "verify_tree_greedy" not in self._ops or len(draft_ids) == 0:
             return TritonKernels.verify_tree_greedy(draft_ids, links, target_ids, max_depth)
-        bs, num_nodes = draft_ids.shape
-        device = draft_ids.device
-        predict = torch.zeros(bs * num_nodes, dtype=torch.int32, device=device)
-        accept_index = torch.full((bs, max_depth + 1), -1, dtype=torch.int32, device=device)
-        accept_length = torch.zeros(bs, dtype=torch.int32, device=device)
-        self._sgl.verify_tree_greedy(
-            predicts=predict,
-            accept_index=accept_index,
-            accept_token_num=accept_length,
-            candidates=draft_ids.contiguous(),
-            retrive_index=links.retrieve_index,
-            retrive_next_token=links.retrieve_next_token,
-            retrive_next_sibling=links.retrieve_next_sibling,
-            target_predict=target_ids.contiguous(),
+        return trees.verify_tree_greedy(draft_ids, links, target_ids, max_depth)
+
+    def reconstruct_indices_from_tree_mask(
+        self, tree_mask: Tensor, seq_lens: Tensor, num_draft_tokens: int
+    ) -> tuple[TreeLinks, Tensor]:
+        if "reconstruct_indices_from_tree_mask" not in self._ops or len(seq_lens) == 0:
+            return TritonKernels.reconstruct_indices_from_tree_mask(
+                tree_mask, seq_lens, num_draft_tokens
+            )
+        return trees.reconstruct_indices_from_tree_mask(tree_mask, seq_lens, num_draft_tokens)
+
+    def segment_packbits(
+        self, x: Tensor, input_indptr: Tensor, output_indptr: Tensor, y: Tensor
+    ) -> None:
+        if "segment_packbits" not in self._ops or len(input_indptr) < 2:
+            TritonKernels.segment_packbits(x, input_indptr, output_indptr, y)
+        else:
+            trees.segment_packbits(x, input_indptr, output_indptr, y)
+
+    def top_k_renorm(self, probs: Tensor, top_k: Tensor) -> Tensor:
+        if "top_k_renorm_prob" not in self._ops or probs.numel() == 0:
+            return TritonKernels.top_k_renorm(probs, top_k)
+        out: Tensor = self._sgl.top_k_renorm_prob(
+            probs.contiguous(), top_k.clamp(max=probs.shape[1]).int()
         )
-        return VerifyResult(predict.long(), accept_index.long(), accept_length.long())
+        return out
+
+    def top_p_renorm(self, probs: Tensor, top_p: Tensor) -> Tensor:
+        if "top_p_renorm_prob" not in self._ops or probs.numel() == 0:
+            return TritonKernels.top_p_renorm(probs, top_p)
+        out: Tensor = self._sgl.top_p_renorm_prob(probs.contiguous(), top_p)
+        return out
