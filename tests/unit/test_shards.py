@@ -13,8 +13,9 @@ def test_spans_cover_a_dimension_once_and_nearly_evenly(
     spans = split_evenly(size, num_parts, multiple)
     assert [i for span in spans for i in range(span.start, span.stop)] == list(range(size))
     assert len(spans) == num_parts
-    unit = multiple if size % multiple == 0 else 1
+    unit = multiple if size % multiple == 0 and size // multiple >= num_parts else 1
     assert max(map(len, spans)) - min(map(len, spans)) <= unit
+    assert min(map(len, spans)) > 0 or size < num_parts
 
 
 def test_smollm2_on_two_ranks_is_six_two_and_three_one() -> None:

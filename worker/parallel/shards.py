@@ -30,10 +30,10 @@ class HeadShard:
 def split_evenly(size: int, num_parts: int, multiple: int = 1) -> tuple[Span, ...]:
     """Cuts `size` into consecutive spans of nearly equal length, the longer ones first.
 
-    Cuts fall on multiples of `multiple` where `size` is one; a part may be empty only when
-    there are more parts than units.
+    Cuts fall on multiples of `multiple` where `size` is one and each part gets some; a part may be
+    empty only when there are more parts than units.
     """
-    if size % multiple:
+    if size % multiple or size // multiple < num_parts:
         multiple = 1
     units, extra = divmod(size // multiple, num_parts)
     spans = []
