@@ -57,7 +57,8 @@ class _LazyGroup(typer.core.TyperGroup):
         )
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
-        single = typer.Typer(add_completion=False)
+        # Plain help: tables cut the names of options in a narrow terminal and in a pipe.
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(cmd_name)(found)
         return typer.main.get_command(single)
 

@@ -44,6 +44,28 @@ def test_help_takes_less_than_a_fifth_of_a_second() -> None:
     assert best < 0.2
 
 
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["serve"], ("--tensor-parallel-size", "--speculative-num-draft-tokens", "--api-key")),
+        (["generate"], ("--max-tokens", "PACELINE_ADDRESS")),
+        (["bench", "cpu"], ("--blocks", "--no-check")),
+        (["models", "get"], ("--from",)),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_help_in_a_narrow_terminal_shows_every_name_whole(
+    args: list[str],
+    names: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run([*args, "--help"]) == 0
+    words = {word.strip(",;]") for word in capsys.readouterr().out.split()}
+    assert set(names) <= words
+
+
 def test_version_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--version"]) == 0
     short = capsys.readouterr().out.strip()
