@@ -57,7 +57,9 @@ class ToyExecutor:
         max_len: int,
         *,
         on_step: Callable[[StepPlan], None] | None = None,
+        overflows: Callable[[Sequence[int]], bool] = lambda ids: False,
     ) -> None:
+        """`overflows`: prefixes whose logits are NaN; one in a tree spoils the tree."""
         self.num_pages = num_pages
         self.num_heartbeats = 0
         self.plans: list[StepPlan] = []
@@ -66,6 +68,7 @@ class ToyExecutor:
         width = -(-max_len // page_size) * page_size
         self._req_to_token = [[0] * width for _ in range(max_num_reqs + 1)]
         self._on_step = on_step
+        self._overflows = overflows
 
     def heartbeat(self) -> None:
         self.num_heartbeats += 1
@@ -121,12 +124,19 @@ class ToyExecutor:
         if row.parents is None:
             ids = prefix + list(row.input_ids)
             assert ids == known
+            if self._overflows(ids):
+                return RowResult(error="overflow")
             return RowResult((next_token(ids),), 0)
         assert [*prefix, row.input_ids[0]] == known
         return self._verify(row, slots, prefix)
 
     def _verify(self, row: ReqStep, slots: list[int], prefix: list[int]) -> RowResult:
         assert row.parents is not None
+        paths: list[list[int]] = []
+        for token, parent in zip(row.input_ids, row.parents, strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else prefix), token])
+        if any(self._overflows(ids) for ids in paths):
+            return RowResult(error="overflow")
         path = [0]
         ids = [*prefix, row.input_ids[0]]
         new_ids = []
@@ -201,11 +211,17 @@ class ToyGroup:
         enable_prefix_caching: bool = True,
         clock: Clock | None = None,
         on_step: Callable[[StepPlan], None] | None = None,
+        overflows: Callable[[Sequence[int]], bool] = lambda ids: False,
         **options: Any,  # of StepLoop
     ) -> None:
         self.clock = clock or FakeClock()
         self.executor = ToyExecutor(
-            num_pages, page_size, max_num_seqs, max_model_len, on_step=on_step
+            num_pages,
+            page_size,
+            max_num_seqs,
+            max_model_len,
+            on_step=on_step,
+            overflows=overflows,
         )
         self.loop = StepLoop(
             self.executor,

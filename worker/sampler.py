@@ -22,8 +22,10 @@ from paceline.worker.errors import InternalError
 from paceline.worker.logit_filters import LogitRow, adjust, cut, scale
 from paceline.worker.noise import Floats, Ids, noise_key, top_perturbed
 
-__all__ = ["LogitRow", "Sampler", "SamplerStats"]
+__all__ = ["NO_TOKEN", "LogitRow", "Sampler", "SamplerStats"]
 
+# In place of a token: the row's greatest logit is not finite, so no token can be chosen from it.
+NO_TOKEN = -1
 _NUM_RIVALS = 8
 
 
@@ -53,13 +55,16 @@ class Sampler:
         self.stats = SamplerStats()
 
     def choose(self, logits: Tensor, rows: Sequence[LogitRow]) -> Tensor:
-        """The token of each row: [n] int64, on the device of the logits.
+        """The token of each row, or NO_TOKEN: [n] int64, on the device of the logits.
+
+        A row whose greatest logit is not finite, as after an overflow, has no token; the others
+        have theirs all the same.
 
         Args:
             logits: [n, V] fp32, V >= vocab_size; columns behind the vocabulary are padding. NaN
                 counts as -inf. Not changed.
             rows: the req and the place behind each row.
-        Raises: InternalError: the greatest logit of a row is not finite.
+        Raises: InternalError: the rows of logits are not as many as the reqs.
         """
         if logits.shape[0] != len(rows):
             raise InternalError(f"{logits.shape[0]} rows of logits for {len(rows)} reqs")
@@ -70,8 +75,8 @@ class Sampler:
             logits = logits.clone()
             for i in adjusted:
                 adjust(logits[i], rows[i], self._eos_token_ids)
-        logits, chosen = _argmax(logits)
-        noisy = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        logits, chosen, unusable = _argmax(logits)
+        noisy = [i for i, row in enumerate(rows) if not row.params.is_greedy and i not in unusable]
         if noisy and logits.device.type == "cpu":
             for i in noisy:
                 chosen[i] = self._draw(logits[i], rows[i])
@@ -139,11 +144,12 @@ def _best_of(z: Floats, k: int) -> Ids:
     return ids[np.lexsort((ids, -z[ids]))[:k]]
 
 
-def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits [n, V] without NaN, and the lowest id of each row's greatest, [n] int64."""
+def _argmax(logits: Tensor) -> tuple[Tensor, Tensor, frozenset[int]]:
+    """The logits [n, V] without NaN, the lowest id of each row's greatest, [n] int64, and the rows
+    whose greatest is not finite, which have NO_TOKEN."""
     if logits.shape[0] == 0:
-        return logits, torch.empty(0, dtype=torch.int64, device=logits.device)
-    for _ in range(2):
+        return logits, torch.empty(0, dtype=torch.int64, device=logits.device), frozenset()
+    for attempt in range(2):
         # numpy's argmax takes 2 us for 49152 logits where torch's takes 60; NaN wins in both.
         if logits.device.type == "cpu":
             chosen = torch.from_numpy(logits.numpy().argmax(-1))
@@ -151,10 +157,9 @@ def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
             chosen = logits.argmax(-1)
         best = logits.gather(-1, chosen.unsqueeze(-1))
         if bool(best.isfinite().all()):
-            return logits, chosen
-        logits = logits.masked_fill(logits.isnan(), -torch.inf)
-    row = int((~best.isfinite()).squeeze(-1).nonzero()[0])
-    raise InternalError(
-        f"logits of row {row} have no finite maximum ({float(best[row])}); "
-        "the model's weights or activations hold NaN or infinity"
-    )
+            return logits, chosen, frozenset()
+        if attempt == 0:
+            logits = logits.masked_fill(logits.isnan(), -torch.inf)
+    is_unusable = ~best.isfinite().squeeze(-1)
+    unusable = frozenset(is_unusable.nonzero().flatten().tolist())
+    return logits, chosen.masked_fill(is_unusable, NO_TOKEN), unusable

@@ -144,10 +144,15 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What came of one row: nothing for a chunk before the last."""
+    """What came of one row: nothing for a chunk before the last.
+
+    With an `error` no token could be chosen behind `new_ids`, which may be empty. In a row without
+    guesses that ends the req, alone; what it wrote into the KV cache is of no use to others.
+    """
 
     new_ids: tuple[int, ...] = ()  # accepted draft tokens, then the bonus token
     accept_length: int = 0  # len(new_ids) - 1 when there are any
+    error: str = ""  # why there are no more tokens
 
 
 @dataclass(frozen=True, slots=True)

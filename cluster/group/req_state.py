@@ -79,6 +79,7 @@ class ReqState:
         "deadline_unix_s",
         "fallback_steps",
         "first_token_s",
+        "is_suspect",
         "num_computed_tokens",
         "num_given_output",
         "num_preemptions",
@@ -116,6 +117,7 @@ class ReqState:
         self.num_computed_tokens = 0  # kv_committed_len
         self.num_written_pages = 0  # of its pages, how many its row of req_to_token has
         self.accept_length = 0  # of its last verify
+        self.is_suspect = False  # its last verify had an error: the next step brings no guesses
 
         self.num_given_output = len(req.output_ids)
         self.cached_tokens = 0

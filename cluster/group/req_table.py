@@ -179,6 +179,9 @@ class ReqTable:
     def apply(self, step: BuiltStep, reply: StepReply, now_s: float) -> list[ReqEvent]:
         """Commits what came of a step; finished reqs are gone when it returns.
 
+        A req whose row has an error ends with it, and the others do not notice. Behind guesses the
+        row is first tried without any: a wrong guess may be what the model cannot compute.
+
         Raises InternalError: the reply does not answer the plan.
         """
         if reply.step_id != step.plan.step_id or len(reply.rows) != len(step.rows):
@@ -189,13 +192,15 @@ class ReqTable:
         events: list[ReqEvent] = []
         for row, req_step, result in zip(step.rows, step.plan.rows, reply.rows, strict=True):
             row.req.num_written_pages = len(row.pages)
-            if not row.is_decoding:
+            if not row.is_decoding and not result.error:
                 self._advance_prefill(row.req, len(req_step.input_ids))
             if req_step.num_logits == 0:
                 continue
-            if not result.new_ids:
+            if not result.new_ids and not result.error:
                 raise InternalError(f"step {reply.step_id} chose no token for {row.req.req_id}")
-            events.append(self._emit(row.req, req_step, result, now_s))
+            event = self._emit(row.req, req_step, result, now_s)
+            if event.new_ids or event.is_last:
+                events.append(event)
         return events
 
     def check(self) -> None:
@@ -244,7 +249,7 @@ class ReqTable:
             num_tokens=req.num_tokens,
             num_computed_tokens=req.num_computed_tokens,
             num_pages=len(self._pages.pages_of(req.req_id)),
-            num_tokens_left=self._num_tokens_left(req),
+            num_tokens_left=1 if req.is_suspect else self._num_tokens_left(req),
             is_decoding=req.is_decoding,
         )
 
@@ -267,6 +272,7 @@ class ReqTable:
         req.num_computed_tokens = len(admitted.prefix) * self._pages.page_size
         req.num_written_pages = 0
         req.accept_length = 0
+        req.is_suspect = False
         self._running[req.req_id] = req
 
     def _preempt(self, req: ReqState) -> None:
@@ -302,9 +308,10 @@ class ReqTable:
         done = self._commit(req, result.new_ids)
         req.output_ids.extend(done.emitted)
         req.num_computed_tokens = req.num_tokens - 1
-        req.num_steps += 1
-        if req.first_token_s is None:
-            req.first_token_s = now_s
+        if done.emitted:
+            req.num_steps += 1
+            if req.first_token_s is None:
+                req.first_token_s = now_s
         if step.phase is Phase.VERIFY:
             req.proposed_tokens += len(step.input_ids) - 1
             req.accepted_tokens += done.accept_length
@@ -313,10 +320,17 @@ class ReqTable:
             req.accept_length = 0
             if self._is_speculating and num_left > 1:
                 req.fallback_steps += 1
-        if done.finish_reason is None:
-            return ReqEvent(req.req_id, done.emitted)
-        self.end(req)
-        return _last_event(req, done.emitted, done, now_s)
+        if done.finish_reason is not None:  # as without a draft, whatever lies behind it
+            self.end(req)
+            return _last_event(req, done.emitted, done, now_s)
+        req.is_suspect = bool(result.error)
+        if result.error and step.phase is not Phase.VERIFY:
+            self.end(req, keep_prefix=False)
+            error = InternalError(
+                f"request '{req.req_id}' ended after {len(req.output_ids)} tokens: {result.error}"
+            )
+            return ReqEvent(req.req_id, done.emitted, receipt=req.receipt(now_s), error=error)
+        return ReqEvent(req.req_id, done.emitted)
 
     def _commit(
         self, req: ReqState, new_ids: Sequence[int], *, num_taken_back: int = 0

@@ -262,6 +262,9 @@ class StepLoop:
     def _apply(self, step: BuiltStep, reply: StepReply) -> None:
         with self._table_lock:
             events = self._table.apply(step, reply, self._clock.monotonic())
+        for event in events:
+            if event.error is not None:
+                log.error("req failed step_id=%d: %s", reply.step_id, event.error)
         self._drafting.forget([event.req_id for event in events if event.is_last])
         self._inbox.send(events)
 

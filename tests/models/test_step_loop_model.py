@@ -5,15 +5,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from paceline.worker.config import SpecConfig
+from paceline.worker.errors import InternalError
 from paceline.worker.spec.drafter import Drafter
 from paceline.worker.spec.ngram import NgramDrafter
 from paceline.worker.step import FinishReason
 from paceline.worker.target.build import build_executor
 from tests.judge import Judge
-from tests.loop_group import MAX_TOKENS, PROMPTS, SAMPLED, LoopGroup
+from tests.loop_group import MAX_TOKENS, PROMPTS, SAMPLED, SHARED, LoopGroup
 from tests.spec_harness import worker_config
+from tests.tiny import VOCAB_SIZE, make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +129,50 @@ def test_a_finish_is_named_as_transformers_would(
     for events, output in zip(group.events.values(), expected, strict=True):
         reason = FinishReason.LENGTH if len(output) == MAX_TOKENS else FinishReason.STOP
         assert events[-1].finish_reason is reason
+
+
+@pytest.mark.parametrize("topk", [0, 1, 2])
+def test_a_req_that_overflows_ends_alone(tmp_path: Path, topk: int) -> None:
+    """The activations of one token are infinite: NaN in all that follows it, and only there."""
+    model = make_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    expected = Judge(model).outputs(PROMPTS, MAX_TOKENS)
+    token = next(t for t in range(3, VOCAB_SIZE) if _num_users(t, expected) == 1)
+    sick = next(i for i, output in enumerate(expected) if token in output)
+    _spoil_token(model, token)
+    spec = SpecConfig(
+        method="ngram" if topk else "none",
+        num_steps=4,
+        topk=max(topk, 1),
+        num_draft_tokens=7 if topk > 1 else 5,
+    )
+    with loop_group(
+        model,
+        page_size=16,
+        num_pages=64,
+        spec=spec,
+        drafter=NgramDrafter(spec) if topk else None,
+    ) as group:
+        for _ in range(2):  # the second time on pages that held NaN
+            outputs = group.generate([*PROMPTS, [*SHARED, token]])
+            assert outputs.pop() == []
+            cut = expected[sick].index(token) + 1
+            assert outputs[sick] == expected[sick][:cut]
+            del outputs[sick]
+            assert outputs == [output for i, output in enumerate(expected) if i != sick]
+        errors = [events[-1].error for events in group.events.values() if events[-1].error]
+        assert len(errors) == 4
+        assert all(isinstance(error, InternalError) for error in errors)
+
+
+def _num_users(token: int, outputs: list[list[int]]) -> int:
+    """How many reqs say a token before their end, 99 when a prompt holds it."""
+    if any(token in prompt for prompt in PROMPTS):
+        return 99
+    return sum(token in output[:-1] for output in outputs)
+
+
+def _spoil_token(model: Path, token: int) -> None:
+    path = model / "model.safetensors"
+    state = load_file(path)
+    state["model.embed_tokens.weight"][token] = float("inf")
+    save_file(state, path)

@@ -8,7 +8,7 @@ import torch
 from paceline.kernels.registry import load_kernels
 from paceline.worker.dense_sampler import rank_dense
 from paceline.worker.errors import InternalError
-from paceline.worker.sampler import LogitRow, Sampler
+from paceline.worker.sampler import NO_TOKEN, LogitRow, Sampler
 from paceline.worker.step import SamplingParams
 
 KERNELS = load_kernels("reference", "cpu")
@@ -115,12 +115,20 @@ def test_nan_is_never_chosen(sampler: Sampler, logits: torch.Tensor, temperature
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
-def test_a_row_without_a_finite_maximum_is_an_internal_error(
-    sampler: Sampler, logits: torch.Tensor, value: float
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_without_a_finite_maximum_has_no_token_and_the_others_have_theirs(
+    sampler: Sampler, logits: torch.Tensor, value: float, temperature: float
 ) -> None:
+    rows = [row(i, temperature=temperature) for i in range(6)]
+    expected = sampler.choose(logits, rows).tolist()
     logits[4] = value
-    with pytest.raises(InternalError, match="row 4"):
-        sampler.choose(logits, [row()] * 6)
+    logits[1, 7] = float("nan")
+    rows[2] = row(2, temperature=temperature, logit_bias=((3, 1.0),))
+    expected[2] = int(sampler.choose(logits[2:3], rows[2:3]))
+    expected[1] = int(sampler.choose(logits[1:2], rows[1:2]))
+    expected[4] = NO_TOKEN
+    assert sampler.choose(logits, rows).tolist() == expected
+    assert sampler.choose(logits[4:5], rows[4:5]).tolist() == [NO_TOKEN]
 
 
 def test_rows_and_logits_of_different_number_are_an_internal_error(

@@ -550,6 +550,62 @@ def test_a_failed_step_ends_every_req_and_returns_every_page(
         group.submit("r4", long_prompt(4))
 
 
+@pytest.mark.parametrize("topk", [0, 1, 3])
+@pytest.mark.parametrize("num_tokens_before", [0, 6])
+def test_an_overflow_ends_its_own_req_alone_and_leaves_nothing_behind(
+    topk: int, num_tokens_before: int
+) -> None:
+    prompts = [long_prompt(13, start=i * 10 + 1) for i in range(4)]
+    truth = [generate(prompt, 24) for prompt in prompts]
+    last_ids = prompts[1] + truth[1][:num_tokens_before]
+    drafter = ToyDrafter(5, topk=topk, hit_rate=0.9) if topk else None
+    group = ToyGroup(
+        drafter=drafter,
+        topk=max(topk, 1),
+        num_draft_tokens=8,
+        overflows=lambda ids: list(ids[: len(last_ids)]) == last_ids,
+    )
+    for i, prompt in enumerate(prompts):
+        group.submit(f"r{i}", prompt, 24)
+    group.run_until_idle()
+    assert group.loop.healthy
+    for i in (0, 2, 3):
+        assert group.output(f"r{i}") == truth[i]
+    assert group.output("r1") == truth[1][:num_tokens_before]
+    error = group.last("r1").error
+    assert isinstance(error, InternalError)
+    assert f"'r1' ended after {num_tokens_before} tokens: overflow" in str(error)
+    group.assert_all_pages_returned()
+    if drafter is not None:
+        assert drafter.open_ids == set()
+    # What its prompt computed is in the cache only if a token came of it.
+    again = [*prompts[1][:-1], prompts[1][-1] + 1]
+    group.submit("again", again, 4)
+    group.run_until_idle()
+    receipt = group.last("again").receipt
+    assert receipt is not None
+    assert receipt.cached_tokens == (12 if num_tokens_before else 0)
+    assert group.output("again") == generate(again, 4)
+
+
+def test_a_guess_that_overflows_costs_speed_only() -> None:
+    prompt = long_prompt(8)
+    truth = generate(prompt, 24)
+
+    def is_wrong(ids: Sequence[int]) -> bool:
+        return list(ids) != [*prompt, *truth][: len(ids)]
+
+    group = ToyGroup(drafter=ToyDrafter(1, hit_rate=0.7), overflows=is_wrong)
+    group.submit("r", prompt, 24)
+    group.run_until_idle()
+    assert group.output("r") == truth
+    assert all(event.new_ids for event in group.events["r"])
+    receipt = group.last("r").receipt
+    assert receipt is not None
+    assert receipt.accepted_tokens > 0
+    assert receipt.num_steps < group.loop.step_id
+
+
 def test_a_reply_that_does_not_fit_the_plan_fails_the_loop() -> None:
     group = ToyGroup()
     execute = group.executor.execute

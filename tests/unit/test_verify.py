@@ -108,6 +108,28 @@ def test_trees_of_different_sizes_share_a_step_with_single_rows() -> None:
     assert decision.paths == ((), (0, 1), (0, 2, 5), (0,), (), ())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rows_without_a_finite_maximum_end_behind_the_tokens_before_them(
+    temperature: float,
+) -> None:
+    params = SamplingParams(seed=1, max_tokens=50, temperature=temperature)
+    decode = ReqStep(0, Phase.DECODE, 4, (8,))
+    # Row by row: a single; a tree at the root; one at node 2, which is accepted; one at node 1,
+    # which is not; and a single without fault.
+    rows = (decode, TREE_A, TREE_A, TREE_A, decode)
+    favoured = [31, *(20, 0, 0, 0, 0, 0), *(20, 0, 21, 0, 0, 41), *(20, 0, 21, 0, 0, 41), 33]
+    logits = 1000 * torch.nn.functional.one_hot(torch.tensor(favoured), VOCAB).float()
+    logits[[0, 1, 9, 14]] = float("nan")
+    decision = decide(
+        StepPlan(0, rows), logits, [sampling(params)] * 5, Sampler(KERNELS, VOCAB), KERNELS
+    )
+    assert [row.new_ids for row in decision.rows] == [(), (), (20,), (20, 21, 41), (33,)]
+    assert [bool(row.error) for row in decision.rows] == [True, True, True, False, False]
+    assert [row.accept_length for row in decision.rows] == [0, 0, 0, 2, 0]
+    assert decision.paths == ((), (), (0,), (0, 2, 5), ())
+    assert "no finite maximum" in decision.rows[0].error
+
+
 def test_a_step_without_logits_has_empty_results() -> None:
     chunk = ReqStep(0, Phase.PREFILL, 0, (1, 2), num_logits=0)
     decision = decide(StepPlan(0, (chunk,)), None, [None], Sampler(KERNELS, VOCAB), KERNELS)

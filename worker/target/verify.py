@@ -13,10 +13,15 @@ from torch import Tensor
 
 from paceline.kernels.api import KernelSet
 from paceline.worker.errors import InternalError
-from paceline.worker.sampler import LogitRow, Sampler
+from paceline.worker.sampler import NO_TOKEN, LogitRow, Sampler
 from paceline.worker.step import Phase, ReqStep, RowResult, SamplingRow, StepPlan
 
-_NO_TOKEN = -1  # the target's token where nothing was asked; no draft token equals it
+# The target's token at a node that was not asked is NO_TOKEN as well: no draft token equals it, and
+# a walk comes only to nodes that were.
+_NOT_FINITE = (
+    "its logits have no finite maximum: the model's weights or activations overflow or hold NaN "
+    "there; bfloat16 and float32 hold greater values than float16"
+)
 _PADDING_ID = -2
 _PADDING_PARENT = -2
 
@@ -46,7 +51,9 @@ def decide(
         plan: its DECODE, VERIFY and PREFILL rows.
         logits: [num_logits over all rows, V] fp32 in the plan's order; None when no row wants any.
         sampling: one per row; None where the row's tokens are not wanted.
-    Raises: InternalError: the logits do not fit the plan, or a row of them has no finite maximum.
+    Returns: for a row with logits that no token can be chosen from, the tokens before them and an
+        `error`. Nodes off the accepted path do not count.
+    Raises: InternalError: the logits do not fit the plan.
     """
     singles: list[tuple[int, int, LogitRow]] = []  # (row of the plan, row of logits, req)
     trees: list[_Tree] = []
@@ -71,11 +78,11 @@ def decide(
     if logits is not None:
         tokens, targets = _choose(logits, singles, trees, sampler)
         for (i, _, _), token in zip(singles, tokens, strict=True):
-            results[i] = RowResult((token,))
+            results[i] = _result((token,))
         accepted = _accept(trees, targets, kernels, logits.device)
         for tree, (new_ids, path) in zip(trees, accepted, strict=True):
-            results[tree.index] = RowResult(new_ids, len(new_ids) - 1)
-            paths[tree.index] = path
+            results[tree.index] = result = _result(new_ids)
+            paths[tree.index] = path[: len(result.new_ids)]
     return Decision(tuple(results), tuple(paths))
 
 
@@ -110,6 +117,13 @@ class _Tree:
         return max(depths)
 
 
+def _result(new_ids: tuple[int, ...]) -> RowResult:
+    """Of the tokens of a row, of which the last may be NO_TOKEN."""
+    if new_ids[-1] != NO_TOKEN:
+        return RowResult(new_ids, len(new_ids) - 1)
+    return RowResult(new_ids[:-1], max(len(new_ids) - 2, 0), _NOT_FINITE)
+
+
 def _logit_row(sampling: SamplingRow, path_ids: tuple[int, ...]) -> LogitRow:
     return LogitRow(sampling.params, sampling.prompt_ids, sampling.output_ids, path_ids)
 
@@ -142,9 +156,9 @@ def _choose(
 
     Plain greedy trees are chosen whole, and on a GPU all are, in one call. Elsewhere a node costs
     the transforms of a vocabulary, so only the nodes the walk comes to are chosen, level by level;
-    the others keep `_NO_TOKEN`.
+    the others keep `NO_TOKEN`.
     """
-    targets = [[_NO_TOKEN] * len(tree.draft_ids) for tree in trees]
+    targets = [[NO_TOKEN] * len(tree.draft_ids) for tree in trees]
     wanted = [(logit, row) for _, logit, row in singles]
     nodes: list[tuple[int, int]] = []  # (tree, node) behind the singles in `wanted`
     walked: set[int] = set()
@@ -197,7 +211,7 @@ def _accept(
     result = kernels.verify_tree_greedy(
         padded((tree.draft_ids for tree in trees), _PADDING_ID),
         links,
-        padded(targets, _NO_TOKEN),
+        padded(targets, NO_TOKEN),
         max(tree.max_depth() for tree in trees),
     )
     predict = result.predict.tolist()
