@@ -1,12 +1,12 @@
-"""Runner: model, KV buffer and kernels of one rank; a plan in, logits out."""
+"""Runner: model, KV buffer and kernels of one rank; a plan in, logits and hidden states out."""
 
 import torch
-from torch import Tensor
 
 from paceline.kernels.api import KernelSet
 from paceline.worker.batch import Batch, build_batch
 from paceline.worker.cache.kv_buffer import KvBuffer
 from paceline.worker.cache.req_to_token import ReqToToken
+from paceline.worker.models.hidden import NO_CAPTURE, ForwardOutput, HiddenCapture
 from paceline.worker.models.llama import LlamaModel
 from paceline.worker.step import KvMoves, StepPlan
 
@@ -26,9 +26,9 @@ class Runner:
         return build_batch(plan, self.req_to_token, self.kernels)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor | None:
-        """Logits of the wanted tokens, [num_logits, vocab_size] fp32, on rank 0; None elsewhere."""
-        return self.model.forward(batch, self.kv)
+    def forward(self, batch: Batch, capture: HiddenCapture = NO_CAPTURE) -> ForwardOutput:
+        """Logits of the wanted tokens, and the hidden states that `capture` asks for."""
+        return self.model.forward(batch, self.kv, capture)
 
     @torch.inference_mode()
     def move_kv(self, moves: KvMoves) -> None:

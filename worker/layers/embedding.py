@@ -7,10 +7,15 @@ from torch.nn import functional
 from paceline.worker.layers.linear import Linear
 from paceline.worker.models.weights import WeightReader
 from paceline.worker.parallel.collective import Collective
-from paceline.worker.parallel.shards import split_evenly
+from paceline.worker.parallel.shards import Span, split_evenly
 
 # Rows of a vocabulary are cut at multiples of this, a cache line or two of any dtype.
 _VOCAB_MULTIPLE = 64
+
+
+def vocab_spans(vocab_size: int, tp_size: int) -> tuple[Span, ...]:
+    """The rows of a vocabulary that each rank holds."""
+    return split_evenly(vocab_size, tp_size, _VOCAB_MULTIPLE)
 
 
 class VocabEmbedding:
@@ -19,9 +24,7 @@ class VocabEmbedding:
     def __init__(
         self, reader: WeightReader, name: str, vocab_size: int, hidden: int, collective: Collective
     ) -> None:
-        self._span = split_evenly(vocab_size, collective.tp_size, _VOCAB_MULTIPLE)[
-            collective.tp_rank
-        ]
+        self._span = vocab_spans(vocab_size, collective.tp_size)[collective.tp_rank]
         self.weight = reader.read(name, (vocab_size, hidden), rows=self._span)
         self._collective = collective
 
@@ -38,25 +41,24 @@ class LmHead:
     """x [n, hidden] -> logits [n, vocab_size] fp32 on rank 0, None elsewhere."""
 
     def __init__(self, weight: Tensor, vocab_size: int, collective: Collective) -> None:
-        """weight: this rank's rows of the head, split as `VocabEmbedding` splits."""
+        """weight: this rank's rows of the head, split as `vocab_spans` splits."""
         self._collective = collective
-        self._vocab_size = vocab_size
-        spans = split_evenly(vocab_size, collective.tp_size, _VOCAB_MULTIPLE)
-        self._sizes = [len(span) for span in spans]
+        self.vocab_size = vocab_size
+        self._sizes = [len(span) for span in vocab_spans(vocab_size, collective.tp_size)]
         self._linear = Linear(weight)
 
     @classmethod
     def load(
         cls, reader: WeightReader, name: str, vocab_size: int, hidden: int, collective: Collective
     ) -> "LmHead":
-        spans = split_evenly(vocab_size, collective.tp_size, _VOCAB_MULTIPLE)
-        weight = reader.read(name, (vocab_size, hidden), rows=spans[collective.tp_rank])
+        rows = vocab_spans(vocab_size, collective.tp_size)[collective.tp_rank]
+        weight = reader.read(name, (vocab_size, hidden), rows=rows)
         return cls(weight, vocab_size, collective)
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if x.shape[0] == 0:
             if self._collective.tp_rank != 0:
                 return None
-            return torch.empty(0, self._vocab_size, dtype=torch.float32, device=x.device)
+            return torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device)
         logits = self._collective.gather_last_dim(self._linear(x), self._sizes)
         return None if logits is None else logits.float()

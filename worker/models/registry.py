@@ -65,27 +65,57 @@ def load_model_config(
         ConfigError: not a model that can be served, with the reason.
     """
     path = Path(path)
+    config = read_config(path)
+    architecture = _architecture(path, config)
+    refuse_unsupported(path, config)
+    file = find_weight_files(path)[0]
+    return parse_model_config(
+        path,
+        config,
+        architecture,
+        max_model_len=max_model_len,
+        dtype=_dtype(path, config, dtype, file),
+        skip_layers=skip_layers,
+    )
+
+
+def read_config(path: Path) -> Json:
+    """config.json of a checkpoint directory.
+
+    Raises:
+        NotFound: no such directory.
+        ConfigError: no such file in it, or not a JSON object.
+    """
     if not path.is_dir():
         raise NotFound(f"model directory '{path}' does not exist")
-    config = _read_json(path / "config.json")
-    architecture = _architecture(path, config)
-    _refuse_unsupported(path, config)
-    files = find_weight_files(path)
-    num_layers = _int(path, config, "num_hidden_layers")
-    num_heads = _int(path, config, "num_attention_heads")
-    hidden_size = _int(path, config, "hidden_size")
+    return _read_json(path / "config.json")
+
+
+def parse_model_config(
+    path: Path,
+    config: Json,
+    architecture: str,
+    *,
+    dtype: str,
+    max_model_len: int = 0,
+    skip_layers: Sequence[int] = (),
+) -> ModelConfig:
+    """What a Llama's config.json says, checked; also that of a draft head, which is no model."""
+    num_layers = read_count(path, config, "num_hidden_layers")
+    num_heads = read_count(path, config, "num_attention_heads")
+    hidden_size = read_count(path, config, "hidden_size")
     rope_theta, rope_scaling = _rope(path, config)
     generation = path / "generation_config.json"
     return ModelConfig(
         path=str(path),
         architecture=architecture,
-        vocab_size=_int(path, config, "vocab_size"),
+        vocab_size=read_count(path, config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_int(path, config, "intermediate_size"),
+        intermediate_size=read_count(path, config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_int(path, config, "num_key_value_heads", num_heads),
-        head_dim=_int(path, config, "head_dim", hidden_size // num_heads),
+        num_kv_heads=read_count(path, config, "num_key_value_heads", num_heads),
+        head_dim=read_count(path, config, "head_dim", hidden_size // num_heads),
         max_model_len=_max_model_len(path, config, max_model_len),
         rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
         rope_theta=rope_theta,
@@ -97,7 +127,7 @@ def load_model_config(
             [_read_json(generation)] if generation.is_file() else [], config
         ),
         bos_token_id=config.get("bos_token_id"),
-        dtype=_dtype(path, config, dtype, files[0]),
+        dtype=dtype,
         skip_layers=_skip_layers(path, skip_layers, num_layers),
     )
 
@@ -128,12 +158,18 @@ def _architecture(path: Path, config: Json) -> str:
     for name in named:
         if name in _MODELS:
             return str(name)
+    if named and "eagle" in str(named[0]).lower():
+        raise ConfigError(
+            f"'{path}' is a draft head ({named[0]}), which guesses for a model but is none; give "
+            "the model it was trained for"
+        )
     if named and not any("CausalLM" in str(name) for name in named):
         raise ConfigError(f"'{path}' is not a causal language model: {_unsupported(str(named[0]))}")
     raise ConfigError(f"'{path}': {_unsupported(str(named[0]) if named else 'none given')}")
 
 
-def _refuse_unsupported(path: Path, config: Json) -> None:
+def refuse_unsupported(path: Path, config: Json) -> None:
+    """Raises: ConfigError: quantized weights, or another activation than SiLU."""
     if config.get("quantization_config"):
         raise ConfigError(f"'{path}' is quantized, which is not supported; use a plain checkpoint")
     activation = config.get("hidden_act", "silu")
@@ -141,7 +177,11 @@ def _refuse_unsupported(path: Path, config: Json) -> None:
         raise ConfigError(f"'{path}' has hidden_act '{activation}'; supported is: silu")
 
 
-def _int(path: Path, config: Json, key: str, default: int | None = None) -> int:
+def read_count(path: Path, config: Json, key: str, default: int | None = None) -> int:
+    """A whole number above 0.
+
+    Raises: ConfigError: another value, or none and no default.
+    """
     value = config.get(key)
     if value is None:
         value = default
@@ -151,7 +191,7 @@ def _int(path: Path, config: Json, key: str, default: int | None = None) -> int:
 
 
 def _max_model_len(path: Path, config: Json, wanted: int) -> int:
-    limit = _int(path, config, "max_position_embeddings", 2048)
+    limit = read_count(path, config, "max_position_embeddings", 2048)
     if not 0 <= wanted <= limit:
         raise ConfigError(
             f"max_model_len is {wanted}, but the model in '{path}' has {limit} positions; "

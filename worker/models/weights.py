@@ -4,6 +4,7 @@ A rank asks for its own rows or columns and nothing else is read from the disk.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -52,13 +53,24 @@ def read_checkpoint_dtype(file: Path) -> str:
 class WeightReader:
     """Reads named tensors, converted to one dtype on one device. Use as a context manager."""
 
-    def __init__(self, path: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        *,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """tensors: what the directory holds, opened already; by default its safetensors files."""
         self.dtype = dtype
         self.device = device
         self._path = Path(path)
         # Any: safetensors has no types for an open file.
         self._by_name: dict[str, Any] = {}
         self._handles: list[Any] = []
+        if tensors is not None:
+            self._by_name = dict.fromkeys(tensors, _OpenTensors(tensors))
+            return
         for file in find_weight_files(self._path):
             handle = _open(file)
             self._handles.append(handle)
@@ -75,6 +87,9 @@ class WeightReader:
     ) -> None:
         for handle in self._handles:
             handle.__exit__(kind, error, trace)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
 
     def read(
         self,
@@ -105,6 +120,29 @@ class WeightReader:
         return data.to(
             device=self.device, dtype=self.dtype, copy=True, memory_format=torch.contiguous_format
         )
+
+
+class _OpenTensors:
+    """Tensors in the place of an open file."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def get_slice(self, name: str) -> "_TensorSlice":
+        return _TensorSlice(self._tensors[name])
+
+
+class _TensorSlice:
+    """One of them, sliced as safetensors slice."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor:
+        return self._tensor[index]
 
 
 def _open(file: Path) -> Any:  # Any: safetensors has no types for an open file

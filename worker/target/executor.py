@@ -87,7 +87,7 @@ class Executor:
         batch = self._runner.build(plan)
         self._send(plan)
         try:
-            return self._runner.forward(batch)
+            return self._runner.forward(batch).logits
         except BaseException as error:
             self._fail(f"step {plan.step_id} failed: {error!r}")
             raise
