@@ -72,6 +72,13 @@ BUILT_IN: dict[str, BuiltIn] = {
             builder="paceline.cluster.models.shipped_draft:build",
             needs=("smollm2-135m",),
         ),
+        BuiltIn(
+            name="smollm2-135m-eagle3",
+            description="EAGLE-3 head for smollm2-135m, shipped with Paceline",
+            num_parameters=9_808_128,
+            license="Apache-2.0",
+            builder="paceline.cluster.models.shipped_draft:build_eagle3",
+        ),
     )
 }
 

