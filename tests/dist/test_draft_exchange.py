@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,8 @@ from paceline.protos.v1 import speculation_pb2 as pb
 from paceline.protos.v1 import speculation_pb2_grpc as pb_grpc
 from paceline.worker.draft.proposer import build_proposer
 from paceline.worker.errors import Unavailable
-from paceline.worker.link.base import Commit, CommitRow, SyncRow
+from paceline.worker.link import wire
+from paceline.worker.link.base import Commit, CommitRow, Proposals, SyncRow
 from paceline.worker.link.grpc_link import GrpcLink
 from paceline.worker.link.local_link import LocalLink
 from paceline.worker.spec.link_drafter import LinkDrafter
@@ -257,6 +258,27 @@ def test_a_wrong_vocabulary_keeps_the_link_down_and_says_why(
         started_s = time.monotonic()
         assert link.exchange(ask(1, sync=True), 5.0) is None
         assert time.monotonic() - started_s < 1.0
+
+
+def test_a_link_that_cannot_read_an_answer_connects_again(
+    host: DraftHost,
+    tiny_draft: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read = wire.proposals_from_proto
+
+    def fail_once(message: pb.Proposals, vocab_size: int) -> Proposals:
+        monkeypatch.setattr(wire, "proposals_from_proto", read)
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(wire, "proposals_from_proto", fail_once)
+    with grpc_link(host.address, tiny_draft) as link:
+        assert link.wait_until_up(10)
+        assert link.exchange(ask(1, sync=True), 5.0) is None
+        wait_for(lambda: link.is_up and link.epoch == 2)
+        assert link.exchange(ask(1, epoch=2, sync=True), 5.0) is not None
+    assert "a defect" in caplog.text
 
 
 def test_bad_rows_are_left_out_and_the_stream_lives(host: DraftHost, tiny_draft: Path) -> None:

@@ -156,7 +156,11 @@ class GrpcLink(DraftLink):
     def _run(self) -> None:
         backoff_s = self._first_backoff_s
         while not self._is_stopping:
-            was_up, refused = self._run_stream()
+            try:
+                was_up, refused = self._run_stream()
+            except Exception:  # the thread's boundary: a link that ended would never come back
+                log.exception("draft link failed address=%s", self._address)
+                was_up = refused = False
             if was_up:
                 backoff_s = self._first_backoff_s
             with self._changed:
