@@ -75,7 +75,10 @@ class ControllerCore(controller_pb2_grpc.ControllerServiceServicer):
         """Lets deadlines pass, until cancelled."""
         while True:
             await asyncio.sleep(_TICK_S)
-            self.handle(Tick())
+            try:
+                self.handle(Tick())
+            except Exception:  # whoever waits does so for the next deadline too
+                log.exception("tick failed")
 
     def begin_drain(self) -> None:
         """Reports are answered with the order to drain from now on."""

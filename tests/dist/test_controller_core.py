@@ -1,6 +1,7 @@
 """The controller's queue over gRPC: who may take a request out of it, and what its callers hear."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -9,7 +10,14 @@ import grpc
 import pytest
 
 from paceline.cluster.controller.core import ControllerCore
-from paceline.cluster.controller.events import GroupReady, GroupReported, GroupStarting
+from paceline.cluster.controller.events import (
+    Action,
+    Event,
+    GroupReady,
+    GroupReported,
+    GroupStarting,
+    Tick,
+)
 from paceline.cluster.controller.state import ControllerState
 from paceline.cluster.scheduling.dispatch import GroupLoad
 from paceline.protos.v1 import controller_pb2
@@ -30,8 +38,12 @@ class Queue:
         self.core = core
         self._stub = stub
 
-    def submit(self, req_id: str) -> "asyncio.Future[controller_pb2.SubmitResponse]":
-        request = controller_pb2.SubmitRequest(req_id=req_id, num_prompt_tokens=4, max_tokens=4)
+    def submit(
+        self, req_id: str, *, deadline_unix_s: float | None = None
+    ) -> "asyncio.Future[controller_pb2.SubmitResponse]":
+        request = controller_pb2.SubmitRequest(
+            req_id=req_id, num_prompt_tokens=4, max_tokens=4, deadline_unix_s=deadline_unix_s
+        )
 
         async def call() -> controller_pb2.SubmitResponse:
             return await self._stub.Submit(request, timeout=10.0)
@@ -79,6 +91,28 @@ async def test_an_abort_answers_all_who_wait_for_the_request() -> None:
             assert caught.value.code() is grpc.StatusCode.CANCELLED
         assert queue.core.state.num_queued_reqs == 0
         assert not await queue.release("a", abort=True)
+
+
+async def test_a_tick_that_fails_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with run_queue() as queue:
+        state = queue.core.state
+        handle = state.handle
+
+        def fail_once(event: Event, now_s: float) -> list[Action]:
+            if isinstance(event, Tick):
+                monkeypatch.setattr(state, "handle", handle)
+                raise RuntimeError("a defect")
+            return handle(event, now_s)
+
+        monkeypatch.setattr(state, "handle", fail_once)
+        ticking = asyncio.create_task(queue.core.tick())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await queue.submit("a", deadline_unix_s=time.time() + 0.2)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "a defect" in caplog.text
+        ticking.cancel()
 
 
 async def test_a_release_gives_the_place_back() -> None:
