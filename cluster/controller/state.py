@@ -204,7 +204,9 @@ class ControllerState:
         return [self._attach(target) for target in changed]
 
     def _attach(self, target: Group) -> AttachDraft:
-        # The leader's link raises the epoch by itself when its stream breaks.
+        # Reports carry the epoch of the pairing that the leader took last, which somebody else may
+        # have decided: an operator's AttachDraft. How often its link has reconnected since is not
+        # in them, and need not be: no two links share a stream, nor the epochs on it.
         reported = target.load.epoch if target.load is not None else 0
         target.epoch = Epoch(max(target.epoch, reported) + 1)
         draft = self._groups[target.draft_group_id]
