@@ -97,9 +97,10 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
                     batch.append(events.get_nowait())
                 last = batch[-1]
                 is_over = last.is_last
+                if last.error is None or any(event.new_ids for event in batch):
+                    yield self._response(batch)
                 if last.error is not None:
                     raise last.error
-                yield self._response(batch)
         finally:
             if not is_over:
                 self._loop.abort(req.req_id)
