@@ -304,6 +304,9 @@ def test_a_pickled_checkpoint_runs_no_code(tmp_path: Path, target: ModelConfig) 
     with pytest.raises(ConfigError, match="cannot be read as tensors"):
         load_eagle_config(head.path, target)
     assert not (tmp_path / "ran").exists()
+    (head.path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"cannot be read as tensors: Ran out of input|it is cut"):
+        load_eagle_config(head.path, target)
     torch.save([1, 2], head.path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="something else than named tensors"):
         load_eagle_config(head.path, target)

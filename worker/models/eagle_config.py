@@ -79,8 +79,9 @@ def load_eagle_config(path: str | Path, target: ModelConfig) -> EagleConfig:
     """
     path = Path(path)
     config = read_config(path)
-    # speculators nest the layer's own settings.
-    config = {**config, **(config.get("transformer_layer_config") or {})}
+    nested = config.get("transformer_layer_config")  # where speculators keep the layer's settings
+    if isinstance(nested, dict):
+        config = {**config, **nested}
     refuse_unsupported(path, config)
     for option in _UNSUPPORTED:
         if _option(config, option):
@@ -112,7 +113,7 @@ def load_eagle_config(path: str | Path, target: ModelConfig) -> EagleConfig:
         has_own_embedding=model.hidden_size != target.hidden_size,
         has_fc=True,
         norm_before_fc=kind == "eagle3" and bool(_option(config, "norm_before_fc")),
-        norm_before_residual=kind == "eagle3" and bool(config.get("norm_before_residual")),
+        norm_before_residual=kind == "eagle3" and bool(_option(config, "norm_before_residual")),
     )
     if kind == "eagle3" and head.feature_size == model.hidden_size:
         head = replace(head, has_fc=False)

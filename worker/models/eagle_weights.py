@@ -99,7 +99,7 @@ def _open_pickled(path: Path) -> dict[str, Tensor]:
         )
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
         raise ConfigError(
-            f"'{file}' cannot be read as tensors: {str(error).splitlines()[0]}"
+            f"'{file}' cannot be read as tensors: {str(error).partition(chr(10))[0] or 'it is cut'}"
         ) from error
     if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
         raise ConfigError(f"'{file}' holds something else than named tensors")
