@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help setup links models protos fmt lint types arch check test test-full test-kernels \
-	test-dist test-chaos test-gpu golden bench-cpu demo clean
+	test-dist test-chaos test-gpu golden golden-gpu bench-cpu demo clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ protos: setup ## Regenerate the protocol code
 
 golden: setup ## What was worked out by hand: trees, links, messages
 	$(PYTEST) tests/golden
+
+golden-gpu: setup ## Tree kernels on a GPU against the reference; writes tests/golden/gpu_record.json
+	$(BIN)/python tests/golden/gpu_record.py
 
 setup: $(READY) ## The environment in .venv
 

@@ -84,17 +84,26 @@ def build_tree(
     tree_mask: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> BuiltTrees:
-    """Our `build_tree`, for bs of at least 1 and trees in which no parent is missing."""
+    """Our `build_tree`, for bs of at least 1 and trees in which no parent is missing.
+
+    parents is [bs, topk * (num_steps - 1) + 1], or anything where num_steps is 1.
+    """
     bs, num_nodes = len(selected), selected.shape[1] + 1
     check_mask_mode(mask_mode, num_nodes)
-    is_full = mask_mode is TreeMaskMode.FULL_MASK
-    if is_full and seq_lens_sum is None:
-        seq_lens_sum = int(seq_lens.sum())
+    is_packed = mask_mode is TreeMaskMode.QLEN_ONLY_BITPACKING
+    used = bs * num_nodes * (1 if is_packed else num_nodes)
+    if mask_mode is TreeMaskMode.FULL_MASK:
+        seq_lens_sum = int(seq_lens.sum()) if seq_lens_sum is None else seq_lens_sum
+        used += num_nodes * seq_lens_sum
     positions = make_positions(positions, seq_lens, num_nodes)
     tree_mask = make_mask(tree_mask, mask_mode, bs, num_nodes, seq_lens_sum, seq_lens.device)
-    # It sets some cells only and expects the others filled.
-    used = bs * num_nodes if mask_mode is TreeMaskMode.QLEN_ONLY_BITPACKING else len(tree_mask)
-    tree_mask[:used].fill_(mask_mode is not TreeMaskMode.QLEN_ONLY_BITPACKING)
+    # It sets bits, or clears cells, of what it expects to find filled.
+    if is_packed:
+        tree_mask[:used].zero_()
+    else:
+        tree_mask[:used].fill_(True)
+    # It takes the width of `parents` from the depth.
+    num_steps = max(parents.shape[1] - 1, 0) // topk + 1
     nodes = torch.cat((verified_id[:, None].long(), draft_ids), 1)
     links = TreeLinks(*(torch.full_like(nodes, -1) for _ in range(3)))
     _sgl().build_tree_kernel_efficient(
@@ -107,7 +116,7 @@ def build_tree(
         links.retrieve_next_token,
         links.retrieve_next_sibling,
         topk,
-        num_nodes,  # no node is deeper
+        num_steps,
         num_nodes,
         int(mask_mode),
     )
