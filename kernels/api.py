@@ -380,7 +380,7 @@ class KernelSet(ABC):
         """Walks each tree by chance: at a node with distribution q its children are tried in
         order, q of those tried is summed up, and a child of q > 0 is accepted where the node's coin
         is below sum / threshold_acc or its q at least threshold_single. The token after the path is
-        drawn from q without the children that were tried; after max_depth nodes, from all of q.
+        drawn from q without the children refused there; after max_depth drafts, from all of q.
         With both thresholds 1 the tokens are distributed as the target's.
 
         draft_ids [bs, num_draft_tokens] int64, children of one node distinct, ids outside the

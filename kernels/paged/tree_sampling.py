@@ -1,8 +1,8 @@
 """Verification by chance: one program walks one tree and draws the token after its path.
 
 What remains of a distribution once children were refused is read again from the distribution and
-the links, block by block, so there is no scratch of the distributions' size. Sums are in fp64: they
-come out the same in any order of adding but for the last bits of bits that fp32 does not have.
+the links, block by block, so there is no scratch of the distributions' size. Sums are in fp64, so
+that the order of adding, which differs between sets, decides nothing that fp32 could tell apart.
 """
 
 # A kernel's arguments are pointers and scalars of Triton's, which has no types to say so.

@@ -29,7 +29,7 @@ def tree_speculative_sampling_target_only(
         max_depth: most draft tokens accepted per req.
         threshold_single: accept any child of at least this probability; 1 for an exact sampler.
         threshold_acc: divides what a coin is compared with; 1 for an exact sampler.
-    Returns: the last token of each path is drawn from what its untried children leave.
+    Returns: a path's last token is drawn from what the children refused at its end have left.
     Source: multi-branch rejection of arXiv 2305.09781, with a draft that proposes for certain.
     """
     single, acc_factor = check_thresholds(threshold_single, threshold_acc)
