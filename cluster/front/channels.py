@@ -1,4 +1,7 @@
-"""gRPC channels and listeners as all our processes set them up."""
+"""gRPC channels and listeners as all our processes set them up, but for the draft exchange.
+
+worker/link/channel_options.py has its options, and why they differ.
+"""
 
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator

@@ -329,6 +329,24 @@ def test_a_port_in_use_is_said_so(host: DraftHost, tiny_draft: Path) -> None:
         host.call(server.start("127.0.0.1", host.port))
 
 
+def test_a_link_that_pings_often_is_not_sent_away(host: DraftHost, tiny_draft: Path) -> None:
+    """A server with gRPC's default number of ping strikes ends this stream after 5 s."""
+    release = threading.Event()
+
+    def requests() -> Iterator[pb.SpeculateRequest]:
+        yield attach_message(tiny_draft)
+        release.wait(10)
+
+    options = (("grpc.keepalive_time_ms", 100), ("grpc.http2.max_pings_without_data", 0))
+    with grpc.insecure_channel(host.address, options) as channel:
+        call = pb_grpc.SpeculationServiceStub(channel).Speculate(requests(), timeout=5.5)
+        assert next(call).WhichOneof("message") == "attached"
+        with pytest.raises(grpc.RpcError):
+            next(call)
+        assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        release.set()
+
+
 # ---- health
 
 

@@ -21,25 +21,12 @@ from paceline.worker.draft.proposer import Proposer, TreeShape
 from paceline.worker.errors import Unavailable
 from paceline.worker.link import wire
 from paceline.worker.link.base import Commit, Proposals
+from paceline.worker.link.channel_options import SERVER_OPTIONS
 from paceline.worker.step import ReqId
 
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "paceline.v1.SpeculationService"
-
-_SERVER_OPTIONS = (
-    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
-    # A target host that vanished without a word is noticed within 15 s, and its reqs are freed.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Links ping an idle stream every 10 s; by default gRPC would answer that with GOAWAY.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Two servers on one port would share its connections between them; a used port is an error.
-    ("grpc.so_reuseport", 0),
-)
 
 
 class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServiceServicer):
@@ -79,7 +66,7 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
         """
         assert self._server is None, "started twice"
         self._loop = asyncio.get_running_loop()
-        server = aio.server(options=_SERVER_OPTIONS)
+        server = aio.server(options=SERVER_OPTIONS)
         pb_grpc.add_SpeculationServiceServicer_to_server(self, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

@@ -17,23 +17,11 @@ from paceline.protos.v1.speculation_pb2_grpc import SpeculationServiceStub
 from paceline.worker.config import SpecConfig
 from paceline.worker.link import wire
 from paceline.worker.link.base import Commit, DraftLink, Proposals
+from paceline.worker.link.channel_options import LINK_OPTIONS
 from paceline.worker.link.outbox import Outbox
 from paceline.worker.step import Epoch, ReqId
 
 log = logging.getLogger(__name__)
-
-_CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
-    # A draft host that vanished without a word is noticed within 15 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # The schedule of reconnects is ours: a channel shares no connection state with an earlier one.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-)
 
 # Refusals that will not change by themselves soon; anything else is tried again quickly.
 _REFUSALS = (
@@ -204,8 +192,8 @@ class GrpcLink(DraftLink):
 
     def _connect(self) -> grpc.Channel:
         if self._credentials is None:
-            return grpc.insecure_channel(self._address, options=_CHANNEL_OPTIONS)
-        return grpc.secure_channel(self._address, self._credentials, options=_CHANNEL_OPTIONS)
+            return grpc.insecure_channel(self._address, options=LINK_OPTIONS)
+        return grpc.secure_channel(self._address, self._credentials, options=LINK_OPTIONS)
 
     def _begin_attach(self) -> pb.Attach:
         attach = pb.Attach()
