@@ -1,18 +1,20 @@
 """A leader's gRPC face over a scripted step loop: what a front is told of a req, in which order."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import grpc
 import pytest
 
 from paceline.cluster.group.req_state import NewReq, ReqEvent
 from paceline.cluster.group.server import GroupServer
-from paceline.cluster.group.step_loop import StepLoop
 from paceline.protos.v1 import common_pb2, group_pb2
 from paceline.protos.v1.group_pb2_grpc import GroupServiceStub
 from paceline.worker.errors import InternalError
 from paceline.worker.step import ReqId
+
+if TYPE_CHECKING:
+    from paceline.cluster.group.step_loop import StepLoop
 
 
 class BurstLoop:
@@ -50,6 +52,11 @@ async def test_tokens_reach_the_front_before_the_error_behind_them(
     )
     port = await server.start("127.0.0.1")
     received: list[int] = []
+
+    async def run() -> None:
+        async for message in GroupServiceStub(channel).Run(request, timeout=10.0):
+            received.extend(message.token_ids)
+
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         request = group_pb2.RunRequest(
             req_id=req_id,
@@ -57,8 +64,7 @@ async def test_tokens_reach_the_front_before_the_error_behind_them(
             sampling_params=common_pb2.SamplingParams(seed=1, max_tokens=9),
         )
         with pytest.raises(grpc.aio.AioRpcError, match="overflowed") as caught:
-            async for message in GroupServiceStub(channel).Run(request, timeout=10.0):
-                received += message.token_ids
+            await run()
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert received == [1, 2, *last_ids]
     assert loop.aborted == []
