@@ -6,19 +6,14 @@ target's leader. What it serves and how is worker/draft's.
 
 import asyncio
 import logging
-import os
 from typing import TYPE_CHECKING
 
-import ray
-
 from paceline.cluster.group.leader import LeaderInfo
-from paceline.cluster.group.settings import RankSettings, worker_config
+from paceline.cluster.group.rank_start import RankStart
+from paceline.cluster.group.settings import RankSettings
 from paceline.worker.errors import Unavailable
-from paceline.worker.telemetry import configure_logging
 
 if TYPE_CHECKING:
-    import socket
-
     from paceline.worker.config import WorkerConfig
     from paceline.worker.draft.proposer import Proposer
     from paceline.worker.draft.server import DraftServer
@@ -28,29 +23,19 @@ log = logging.getLogger(__name__)
 
 class DraftLeader:
     def __init__(self, settings: RankSettings) -> None:
-        configure_logging(f"{settings.group_id}/0")
         self._settings = settings
-        self._host = settings.host or ray.util.get_node_ip_address()
-        self._progress = ("start", 0.0)
-        self._listener: socket.socket | None = None
+        self._start = RankStart(settings)
         self._server: DraftServer | None = None
         self._is_stopping = asyncio.Event()
 
     async def pid(self) -> int:
-        return os.getpid()
+        return self._start.pid
 
     async def progress(self) -> tuple[str, float]:
-        """What is being built, and how much of that is."""
-        return self._progress
+        return self._start.progress
 
     async def reserve(self) -> str:
-        """host:port where the ranks of this group shall meet; empty for a rank that is alone."""
-        if self._settings.tp_size == 1:
-            return ""
-        from paceline.worker.parallel.rendezvous import reserve_rendezvous
-
-        self._listener, rendezvous = reserve_rendezvous(self._host)
-        return rendezvous
+        return self._start.reserve()
 
     async def build(self, rendezvous: str) -> LeaderInfo:
         """Loads the draft model and opens the listener.
@@ -67,9 +52,9 @@ class DraftLeader:
             vocab_size=config.model.vocab_size,
             group_id=self._settings.group_id,
         )
-        port = await self._server.start(self._host, 0)
-        self._progress = ("ready", 1.0)
-        return LeaderInfo(f"{self._host}:{port}", proposer.executor.num_pages, config.model)
+        port = await self._server.start(self._start.host, 0)
+        self._start.tell("ready", 1.0)
+        return LeaderInfo(f"{self._start.host}:{port}", proposer.executor.num_pages, config.model)
 
     async def run(self) -> None:
         """Serves until `stop`. Raises: Unavailable: the device was lost, and with it the group."""
@@ -94,9 +79,6 @@ class DraftLeader:
     def _build(self, rendezvous: str) -> "tuple[WorkerConfig, Proposer]":
         from paceline.worker.draft.proposer import build_proposer
 
-        config = worker_config(self._settings, rendezvous, self._tell)
-        listener, self._listener = self._listener, None
-        return config, build_proposer(config, self._tell, listener=listener)
-
-    def _tell(self, stage: str, fraction: float) -> None:
-        self._progress = (stage, fraction)
+        start = self._start
+        config = start.config(rendezvous)
+        return config, build_proposer(config, start.tell, listener=start.take_listener())

@@ -6,29 +6,23 @@ and then `run`, which lasts as long as the group serves.
 
 import asyncio
 import logging
-import os
 import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import ray
-
+from paceline.cluster.group.rank_start import RankStart
 from paceline.cluster.group.reporter import Reporter
 from paceline.cluster.group.server import GroupServer
 from paceline.cluster.group.settings import (
     RankSettings,
     draft_worker_config,
-    worker_config,
 )
 from paceline.cluster.naming import controller_resolver
 from paceline.cluster.scheduling.dispatch import GroupLoad
 from paceline.worker.errors import Unavailable
 from paceline.worker.step import Epoch
-from paceline.worker.telemetry import configure_logging
 
 if TYPE_CHECKING:
-    import socket
-
     from paceline.cluster.group.step_loop import StepLoop
     from paceline.worker.config import ModelConfig, WorkerConfig
     from paceline.worker.spec.drafter import Drafter
@@ -51,11 +45,8 @@ class LeaderInfo:
 
 class GroupLeader:
     def __init__(self, settings: RankSettings) -> None:
-        configure_logging(f"{settings.group_id}/0")
         self._settings = settings
-        self._host = settings.host or ray.util.get_node_ip_address()
-        self._progress = ("start", 0.0)
-        self._listener: socket.socket | None = None
+        self._start = RankStart(settings)
         self._address = ""
         self._config: WorkerConfig | None = None
         self._executor: Executor | None = None
@@ -68,20 +59,13 @@ class GroupLeader:
         self._drain_task: asyncio.Task[int] | None = None
 
     async def pid(self) -> int:
-        return os.getpid()
+        return self._start.pid
 
     async def progress(self) -> tuple[str, float]:
-        """What is being built, and how much of that is."""
-        return self._progress
+        return self._start.progress
 
     async def reserve(self) -> str:
-        """host:port where the ranks of this group shall meet; empty for a rank that is alone."""
-        if self._settings.tp_size == 1:
-            return ""
-        from paceline.worker.parallel.rendezvous import reserve_rendezvous
-
-        self._listener, rendezvous = reserve_rendezvous(self._host)
-        return rendezvous
+        return self._start.reserve()
 
     async def build(self, rendezvous: str) -> LeaderInfo:
         """Loads the model, opens the listener and starts stepping.
@@ -101,9 +85,9 @@ class GroupLeader:
             attach_draft=self.attach_draft,
             on_change=self._reporter.note_change,
         )
-        port = await self._server.start(self._host)
-        self._address = f"{self._host}:{port}"
-        self._progress = ("ready", 1.0)
+        port = await self._server.start(self._start.host)
+        self._address = f"{self._start.host}:{port}"
+        self._start.tell("ready", 1.0)
         log.info("group serving group=%s address=%s", self._settings.group_id, self._address)
         return LeaderInfo(self._address, self._executor.num_pages, self._config.model)
 
@@ -167,9 +151,9 @@ class GroupLeader:
         from paceline.worker.spec.vocab import vocab_hash
         from paceline.worker.target.build import build_executor
 
-        config = worker_config(self._settings, rendezvous, self._tell)
-        listener, self._listener = self._listener, None
-        executor = build_executor(config, self._tell, listener=listener)
+        start = self._start
+        config = start.config(rendezvous)
+        executor = build_executor(config, start.tell, listener=start.take_listener())
         self._config, self._executor = config, executor
         if config.spec.method == "standalone":
             self._vocab_hash = vocab_hash(config.model.path)
@@ -193,8 +177,8 @@ class GroupLeader:
 
         assert self._config is not None
         proposer = build_proposer(
-            draft_worker_config(self._settings, self._tell),
-            lambda stage, fraction: self._tell(f"draft {stage}", fraction),
+            draft_worker_config(self._settings, self._start.tell),
+            lambda stage, fraction: self._start.tell(f"draft {stage}", fraction),
         )
         return LinkDrafter(
             LocalLink(proposer),
@@ -261,6 +245,3 @@ class GroupLeader:
     def _begin_drain(self) -> None:
         if self._drain_task is None:
             self._drain_task = asyncio.create_task(self._server.drain(_ORDERED_DRAIN_S))
-
-    def _tell(self, stage: str, fraction: float) -> None:
-        self._progress = (stage, fraction)

@@ -6,14 +6,13 @@ leader comes through their collective, never through Ray.
 
 import asyncio
 import logging
-import os
 from typing import TYPE_CHECKING
 
 import ray
 
-from paceline.cluster.group.settings import RankSettings, worker_config
+from paceline.cluster.group.rank_start import RankStart
+from paceline.cluster.group.settings import RankSettings
 from paceline.worker.errors import PacelineError
-from paceline.worker.telemetry import configure_logging
 
 if TYPE_CHECKING:
     from paceline.worker.target.executor import Executor
@@ -23,17 +22,14 @@ log = logging.getLogger(__name__)
 
 class GroupRank:
     def __init__(self, settings: RankSettings) -> None:
-        configure_logging(f"{settings.group_id}/{settings.tp_rank}")
-        self._settings = settings
-        self._progress = ("start", 0.0)
+        self._start = RankStart(settings)
         self._executor: Executor | None = None
 
     async def pid(self) -> int:
-        return os.getpid()
+        return self._start.pid
 
     async def progress(self) -> tuple[str, float]:
-        """What is being built, and how much of that is."""
-        return self._progress
+        return self._start.progress
 
     async def build(self, rendezvous: str) -> None:
         """Raises: ConfigError, NotFound, Unavailable: as `build_executor`."""
@@ -46,14 +42,11 @@ class GroupRank:
         try:
             await asyncio.to_thread(self._executor.follow)
         except PacelineError as error:
-            log.error("follower lost its leader tp_rank=%d: %s", self._settings.tp_rank, error)
+            tp_rank = self._start.settings.tp_rank
+            log.error("follower lost its leader tp_rank=%d: %s", tp_rank, error)
         ray.actor.exit_actor()
 
     def _build(self, rendezvous: str) -> "Executor":
         from paceline.worker.target.build import build_executor
 
-        config = worker_config(self._settings, rendezvous, self._tell)
-        return build_executor(config, self._tell)
-
-    def _tell(self, stage: str, fraction: float) -> None:
-        self._progress = (stage, fraction)
+        return build_executor(self._start.config(rendezvous), self._start.tell)
