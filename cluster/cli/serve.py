@@ -77,11 +77,17 @@ def serve(
     draft_timeout_ms: Annotated[
         Real, _option("--draft-timeout-ms", help="What a step waits for a draft at most.")
     ] = None,
+    draft_fallback: Annotated[
+        Text, _option("--draft-fallback", help="Guesses while no draft answers: none or ngram.")
+    ] = None,
     # Cache and scheduling.
     page_size: Annotated[
         Number, _option("--page-size", "--block-size", help="Tokens: 1, 16, 32 or 64.")
     ] = None,
     num_pages: Annotated[Number, _option("--num-pages", help="0 sizes the pool.")] = None,
+    kv_cache_memory_bytes: Annotated[
+        Number, _option("--kv-cache-memory-bytes", help="Of a sized pool at most, per rank.")
+    ] = None,
     enable_prefix_caching: Annotated[
         Flag, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching")
     ] = None,
@@ -130,6 +136,9 @@ def serve(
     placement_timeout: Annotated[
         Real, _option("--placement-timeout", help="Seconds to wait for room.")
     ] = None,
+    start_timeout: Annotated[
+        Real, _option("--start-timeout", help="Seconds for one group to load, once placed.")
+    ] = None,
     shutdown_timeout: Annotated[
         Real, _option("--shutdown-timeout", help="Seconds for running requests to end.")
     ] = None,
@@ -157,8 +166,10 @@ def serve(
         "draft.groups": draft_replicas,
         "draft.placement": draft_placement,
         "draft.timeout_s": None if draft_timeout_ms is None else draft_timeout_ms / 1000,
+        "draft.fallback": draft_fallback,
         "cache.page_size": page_size,
         "cache.num_pages": num_pages,
+        "cache.max_bytes": kv_cache_memory_bytes,
         "cache.enable_prefix_caching": enable_prefix_caching,
         "scheduler.max_num_seqs": max_num_seqs,
         "scheduler.max_num_batched_tokens": max_num_batched_tokens,
@@ -181,6 +192,7 @@ def serve(
         "ray.num_cpus_per_rank": num_cpus_per_rank,
         "ray.threads_per_rank": threads_per_rank,
         "ray.placement_timeout_s": placement_timeout,
+        "ray.start_timeout_s": start_timeout,
         "ray.shutdown_timeout_s": shutdown_timeout,
     }
     if speculative_config is not None:
