@@ -78,7 +78,14 @@ class VerifyResult:
 
 
 class KernelSet(ABC):
-    """One implementation of every op. Stateless: an instance may be shared by threads."""
+    """One implementation of every op. Stateless: an instance may be shared by threads.
+
+    Serving calls `rms_norm`, `add_rms_norm`, `apply_rotary`, `silu_and_mul`, `store_kv`, `move_kv`,
+    `create_kv_indices`, `plan_attention`, `decode_attention`, `extend_attention`,
+    `build_tree_links`, `verify_tree_greedy` and `noise_bits`. The other ops are for schedulers that
+    keep slots, trees and acceptance on the device: allocation, draft slots, trees built from
+    candidates, acceptance by chance. Today's plan all of that on the host.
+    """
 
     name: str
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.config import parse_config
+from paceline.kernels.api import KernelSet
 from tests.dist.conftest import run_front
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,16 @@ def test_the_map_names_every_module_and_no_other() -> None:
     }
     assert sorted(on_disk - named) == [], "modules that CONTRIBUTING.md does not name"
     assert sorted(named - on_disk) == [], "modules that CONTRIBUTING.md names and nobody wrote"
+
+
+def test_the_kernel_contract_says_which_ops_serving_calls() -> None:
+    assert KernelSet.__doc__ is not None
+    said = re.findall(r"`(\w+)`", KernelSet.__doc__)
+    source = "".join(file.read_text() for file in (ROOT / "worker").rglob("*.py"))
+    called = set(re.findall(r"kernels\.(\w+)", source)) & KernelSet.__abstractmethods__
+    optional = {"plan_attention"}  # sets without a plan inherit it
+    assert set(said) == called | optional
+    assert all(f"kernels.{name}" in source for name in optional)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
