@@ -1,3 +1,5 @@
+"""Plans to device tensors: slots, positions, masks, and which rows of logits are wanted."""
+
 import pytest
 import torch
 

@@ -1,3 +1,5 @@
+"""Ranks of a group in processes: sums, gathers and bytes agree, and a silent peer is noticed."""
+
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,3 +1,5 @@
+"""What a draft remembers of its reqs: commits, syncs, guesses that came true, and pages."""
+
 from collections.abc import Sequence
 
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""An executor's steps: accepted branches, failures, and what followers hear of them."""
+
 from pathlib import Path
 
 import pytest

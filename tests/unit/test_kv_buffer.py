@@ -1,3 +1,5 @@
+"""The size of a KV pool: what was asked for, what fits, and what every rank can hold."""
+
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""A drafter over a scripted link: trees, fallbacks, counts, and what a silent draft costs."""
+
 from collections.abc import Iterable, Sequence
 
 import pytest

@@ -1,3 +1,5 @@
+"""The model configuration that a checkpoint directory gives, key by key."""
+
 import json
 from pathlib import Path
 from typing import Any

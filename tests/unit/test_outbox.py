@@ -1,3 +1,5 @@
+"""What a draft stream has still to send: the latest round, bounded, in an order that is safe."""
+
 import threading
 
 from paceline.protos.v1 import speculation_pb2 as pb

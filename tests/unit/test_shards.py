@@ -1,3 +1,5 @@
+"""How heads and widths are split over ranks, evenly or not."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+"""Rounds and answers survive the wire; a row that cannot be is left out alone."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""A leader's messages survive the wire."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,3 +1,5 @@
+"""Tensors out of safetensors files: slices, dtypes, and faults that are named."""
+
 from pathlib import Path
 
 import pytest

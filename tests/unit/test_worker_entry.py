@@ -1,3 +1,5 @@
+"""The entry of a rank: its configuration in the environment, and how it fails."""
+
 import logging
 import subprocess
 import sys
