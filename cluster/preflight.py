@@ -37,11 +37,22 @@ def resolve_models(config: ClusterConfig, tell: Callable[[str, str, float], None
 
 
 def check_local_ports(front: FrontSection) -> None:
-    """Raises: ConfigError: a port that a front shall listen on is taken."""
+    """Raises: ConfigError: a port that a front shall listen on is taken, or asked for twice."""
+    http_ports = range(front.port, front.port + front.count) if front.port else range(0)
+    grpc_ports = range(front.grpc_port, front.grpc_port + front.count)
+    if front.grpc_port and (shared := set(http_ports) & set(grpc_ports)):
+        raise ConfigError(
+            f"port {min(shared)} is asked for twice: HTTP takes {_span(http_ports)} and gRPC "
+            f"{_span(grpc_ports)}, one per front; set --port and --grpc-port further apart"
+        )
     for i in range(front.count):
         for base, flag in ((front.port, "--port"), (front.grpc_port, "--grpc-port")):
             if base:
                 _check_port(front.host, base + i, flag)
+
+
+def _span(ports: range) -> str:
+    return f"{ports[0]}" if len(ports) == 1 else f"{ports[0]} to {ports[-1]}"
 
 
 def _check_port(host: str, port: int, flag: str) -> None:

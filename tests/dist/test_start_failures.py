@@ -136,6 +136,18 @@ def test_port_in_use_is_named_with_its_flag(tiny_model: Path) -> None:
     assert "--grpc-port" in error.message
 
 
+@pytest.mark.parametrize(("num_fronts", "http", "said"), [(1, 47001, 47001), (2, 47000, 47001)])
+def test_port_that_http_and_grpc_would_share_is_named(
+    num_fronts: int, http: int, said: int, tiny_model: Path
+) -> None:
+    error = try_start(
+        model=str(tiny_model), front__port=http, front__grpc_port=47001, front__count=num_fronts
+    )
+    assert isinstance(error, ConfigError)
+    assert f"port {said} is asked for twice" in error.message
+    assert "--grpc-port" in error.message
+
+
 def test_second_deployment_in_one_namespace_is_refused(ray_cluster: None, tiny_model: Path) -> None:
     settings = {
         "model": str(tiny_model),
