@@ -146,7 +146,8 @@ def start(
             _shut_down(controller, 0.0, threading.Event())
         processes = session.processes()
         session.close()
-        _report_exit(processes, 0)
+        # Ray ends what it knows. Of a start that was broken off it knows nothing.
+        _report_exit(processes, 0, _EXIT_S if session.is_open else 0.0)
         raise
     return Deployment(
         config=config,
@@ -165,12 +166,14 @@ class _RaySession:
         self._tell = tell
         self._work_dir: Path | None = None
         self._is_ours = False  # whether `close` disconnects
+        self.is_open = False  # whether Ray has all of its processes and this connection
         self.is_local = False  # whether `close` ends the cluster
 
     def open(self) -> None:
         """Raises: Unavailable: Ray cannot be started, or the cluster cannot be joined."""
         settings = self._config.ray
         if ray.is_initialized():
+            self.is_open = True
             return  # inside somebody's driver or actor: theirs to close
         self._tell("ray", "start" if not settings.address else "join", 0.0)
         # Ray puts the driver's directory first on its workers' path. From a source tree that would
@@ -207,6 +210,7 @@ class _RaySession:
                     "~/.ray/auth_token here"
                 ) from error
             raise Unavailable(f"Ray cannot be started on this machine: {lines[0]}") from error
+        self.is_open = True
         self._tell("ray", "ready", 1.0)
 
     def processes(self) -> list[_Process]:
@@ -300,15 +304,18 @@ def _shut_down(controller: Any, drain_s: float, hurry: threading.Event) -> int: 
     return num_aborted
 
 
-def _report_exit(processes: list[_Process], num_aborted: int) -> StopReport:
+def _report_exit(
+    processes: list[_Process], num_aborted: int, grace_s: float = _EXIT_S
+) -> StopReport:
     """Waits for processes to be gone and ends those that are not."""
-    give_up_s = time.monotonic() + _EXIT_S
+    give_up_s = time.monotonic() + grace_s
     alive = [process for process in processes if process.is_alive]
     while alive and time.monotonic() < give_up_s:
         time.sleep(0.05)
         alive = [process for process in alive if process.is_alive]
     for process in alive:
-        log.warning("process outlived its deployment and is killed pid=%d", process.pid)
+        if grace_s:
+            log.warning("process outlived its deployment and is killed pid=%d", process.pid)
         try:
             psutil.Process(process.pid).kill()
         except psutil.NoSuchProcess:

@@ -136,6 +136,21 @@ def test_ctrl_c_while_starting_leaves_no_process(tiny_model: Path, tmp_path: Pat
         assert "Traceback" not in server.text()
 
 
+def test_ctrl_c_while_ray_starts_ends_its_processes_without_waiting_for_them(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with serving(tmp_path / "log", str(tiny_model)) as server:
+        this = psutil.Process(server.process.pid)
+        wait_for(lambda: any("gcs_server" in p.name() for p in this.children()), 60.0)
+        server.note_family()
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.wait_gone() == 130
+        text = server.text()
+    assert "ray: ready" not in text
+    assert "outlived" not in text
+    assert "Traceback" not in text
+
+
 def test_killed_server_takes_its_processes_with_it(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "log", str(tiny_model)) as server:
         wait_ready(server)
