@@ -30,14 +30,19 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0)] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Repeatable.")] = None,
     model: Annotated[str, typer.Option(help="A served model's name.")] = "",
-    timeout: Annotated[float | None, typer.Option(help="Seconds for the whole answer.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds for the whole answer.")
+    ] = None,
     api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Ask a running server; the answer streams to stdout, its receipt goes to stderr."""
     from paceline.cluster.client import PacelineClient
+    from paceline.worker.errors import DeadlineExceeded, InvalidRequest
 
     text = sys.stdin.read() if prompt == "-" else prompt
+    if not all(_is_unicode(given) for given in (text, system, model, *(stop or ()))):
+        raise InvalidRequest("the prompt, or an option, holds bytes that are not UTF-8", "prompt")
     asked: dict[str, Any] = {  # Any: arguments of several types
         "model": model,
         "timeout_s": timeout,
@@ -62,7 +67,23 @@ def generate(
         else:
             print(describe_receipt(complete.receipt), file=sys.stderr)
 
-    asyncio.run(ask())
+    try:
+        asyncio.run(ask())
+    except DeadlineExceeded:
+        if timeout is None:
+            raise
+        raise DeadlineExceeded(
+            f"the answer did not end within {timeout:g} s; raise --timeout or lower --max-tokens"
+        ) from None
+
+
+def _is_unicode(text: str) -> bool:
+    """False if it holds bytes that Python kept as they were."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 async def _stream(

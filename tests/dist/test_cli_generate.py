@@ -52,6 +52,25 @@ async def test_a_refusal_is_one_line_and_exit_2(
     assert captured.out == ""
 
 
+async def test_a_prompt_that_is_not_utf8_is_refused_and_not_an_exception(
+    front: Front, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await run("generate", "caf\udce9", "--address", front.grpc_address) == 2
+    err = capsys.readouterr().err
+    assert "not UTF-8" in err
+    assert "Error:" not in err
+
+
+async def test_an_answer_out_of_time_names_the_limit_and_the_option(
+    front: Front, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ("generate", "hi", "--timeout", "0.001", "--address", front.grpc_address)
+    assert await run(*args) == 1
+    assert "within 0.001 s; raise --timeout" in capsys.readouterr().err
+    assert await run("generate", "hi", "--timeout", "-1", "--address", front.grpc_address) == 2
+    assert "--timeout" in capsys.readouterr().err
+
+
 async def test_status_shows_the_groups(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
     assert await run("status", "--address", front.grpc_address) == 0
     out = capsys.readouterr().out
