@@ -284,6 +284,10 @@ def _versions() -> dict[str, str]:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
+    # A copied package has no metadata; it knows its own version.
+    import sgl_kernel
+
+    versions["sgl_kernel"] = str(getattr(sgl_kernel, "__version__", "unknown"))
     return versions
 
 
