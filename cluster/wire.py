@@ -4,12 +4,14 @@ Fronts, controller and leaders speak through it, so that a parameter has one spe
 What a user may leave out is resolved by the front: an internal message always carries every field.
 """
 
+from dataclasses import asdict, fields
 from typing import Any
 
 from paceline.cluster.group.req_state import ReqReceipt
 from paceline.cluster.scheduling.dispatch import GroupLoad
 from paceline.protos.v1 import common_pb2, controller_pb2
 from paceline.worker.errors import Unavailable
+from paceline.worker.spec.drafter import DraftHealth
 from paceline.worker.step import FinishReason, ReqId, SamplingParams
 
 _FINISH_TO_PB = {
@@ -95,6 +97,14 @@ def receipt_to_pb(receipt: ReqReceipt, *, group_id: str) -> common_pb2.Receipt:
     )
 
 
+def draft_health_to_pb(health: DraftHealth | None) -> common_pb2.DraftHealth | None:
+    return None if health is None else common_pb2.DraftHealth(**asdict(health))
+
+
+def draft_health_from_pb(message: common_pb2.DraftHealth) -> DraftHealth:
+    return DraftHealth(**{f.name: getattr(message, f.name) for f in fields(DraftHealth)})
+
+
 def load_to_pb(load: GroupLoad) -> controller_pb2.ReportRequest:
     return controller_pb2.ReportRequest(
         group_id=load.group_id,
@@ -110,6 +120,7 @@ def load_to_pb(load: GroupLoad) -> controller_pb2.ReportRequest:
         draining=load.draining,
         epoch=load.epoch,
         req_ids=load.req_ids,
+        draft=draft_health_to_pb(load.draft),
     )
 
 
@@ -131,4 +142,5 @@ def load_from_pb(request: controller_pb2.ReportRequest) -> GroupLoad:
         step_id=request.step_id,
         epoch=request.epoch,
         req_ids=tuple(ReqId(req_id) for req_id in request.req_ids),
+        draft=draft_health_from_pb(request.draft) if request.HasField("draft") else None,
     )

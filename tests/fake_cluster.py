@@ -58,6 +58,7 @@ class FakeLeader(GroupServiceServicer):
     def __init__(self, group_id: str = "target-0") -> None:
         self.group_id = group_id
         self.script = Script()
+        self.draft: common_pb2.DraftHealth | None = None
         self.requests: list[group_pb2.RunRequest] = []
         self.running: dict[str, asyncio.Event] = {}
         self.cancelled: list[str] = []
@@ -228,6 +229,9 @@ class FakeController(ControllerServiceServicer):
                 num_pages=100,
                 num_free_pages=75,
                 num_running_reqs=len(leader.running),
+                epoch=1 if leader.draft else 0,
+                draft_group_id="draft-0" if leader.draft else "",
+                draft=leader.draft,
             )
             for leader in self.leaders
         ]

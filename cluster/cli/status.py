@@ -74,7 +74,20 @@ def _print_table(
             f"{group.num_free_pages}/{group.num_pages}",
             str(group.num_running_reqs),
             str(group.num_waiting_reqs),
-            group.draft_group_id or "-",
+            _describe_draft(group),
             str(group.epoch),
         )
     console.print(table)
+    for group in server.groups:
+        if group.draft.refusal:
+            console.print(
+                f"{group.group_id}: its draft refuses it: {group.draft.refusal}",
+                highlight=False,
+                markup=False,
+            )
+
+
+def _describe_draft(group: "generation_pb2.GroupInfo") -> str:
+    name = group.draft_group_id or "-"
+    is_down = bool(group.draft_group_id) and group.HasField("draft") and not group.draft.is_up
+    return f"{name} (down)" if is_down else name

@@ -26,7 +26,7 @@ from paceline.cluster.controller.events import (
 from paceline.cluster.controller.state import ControllerState, Group
 from paceline.cluster.front.errors import Cancelled, answers_rpc
 from paceline.cluster.scheduling.dispatch import WaitingReq
-from paceline.cluster.wire import load_from_pb
+from paceline.cluster.wire import draft_health_to_pb, load_from_pb
 from paceline.protos.v1 import controller_pb2, controller_pb2_grpc, generation_pb2
 from paceline.worker.clock import Clock, SystemClock
 from paceline.worker.errors import InvalidRequest
@@ -204,6 +204,7 @@ def _group_info(group: Group) -> generation_pb2.GroupInfo:
         num_pages=group.num_pages,
         draft_group_id=group.draft_group_id,
         epoch=group.epoch,
+        draft=draft_health_to_pb(group.load.draft) if group.load is not None else None,
     )
     if group.load is not None:
         info.num_free_pages = group.load.num_free_pages

@@ -1,10 +1,15 @@
 """A front's Prometheus metrics, with the suffixes and meanings of vLLM's.
 
 Each front has a registry of its own, so that several can live in one process. The request id is
-never a label.
+never a label. What has the label `replica` is a group's, as the controller knows it: every front
+shows the same, so aggregate with max, not sum, over fronts.
 """
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from paceline.protos.v1 import common_pb2, controller_pb2
 
@@ -12,6 +17,41 @@ PREFIX = "paceline"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+
+class DraftMetrics(Collector):
+    """The links of target groups to drafts in groups of their own, as last reported.
+
+    Counts are the leader's own: one that was restarted begins at 0, which Prometheus knows as the
+    reset of a counter, so `rate` and `increase` hold across it.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.drafts: dict[str, common_pb2.DraftHealth] = {}  # by target group
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        labels = ("model_name", "replica")
+        name = f"{PREFIX}_decoupled"
+        late = CounterMetricFamily(
+            f"{name}_draft_late", "Rounds that a draft did not answer in time", labels=labels
+        )
+        stale = CounterMetricFamily(
+            f"{name}_draft_stale", "Trees dropped because they came for other tokens", labels=labels
+        )
+        rtt = GaugeMetricFamily(
+            f"{name}_draft_rtt_seconds", "Moving average of a round with a draft", labels=labels
+        )
+        peer_up = GaugeMetricFamily(
+            f"{name}_peer_up", "Whether a draft is linked and answers", labels=labels
+        )
+        for group_id, draft in self.drafts.items():
+            values = (self._model_name, group_id)
+            late.add_metric(values, draft.num_late_rounds)
+            stale.add_metric(values, draft.num_stale_rows)
+            rtt.add_metric(values, draft.rtt_s)
+            peer_up.add_metric(values, draft.is_up)
+        yield from (late, stale, rtt, peer_up)
 
 
 class FrontMetrics:
@@ -40,6 +80,8 @@ class FrontMetrics:
             model_name
         )
         self._kv_usage = gauge("kv_cache_usage_perc", "Used share of a group's pages", ("replica",))
+        self._drafts = DraftMetrics(model_name)
+        self.registry.register(self._drafts)
         self._queued = gauge("controller_queue_len", "Requests in the controller's queue")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of ended requests")
         self._generated = counter("generation_tokens", "Tokens generated")
@@ -102,10 +144,13 @@ class FrontMetrics:
     def render(self, status: controller_pb2.GetStatusResponse | None) -> bytes:
         """The scrape's text; `status` brings the groups' load where the controller answers."""
         self._kv_usage.clear()
+        self._drafts.drafts.clear()
         if status is not None:
             self._queued.labels(self._model_name).set(status.num_queued_reqs)
             for group in status.groups:
                 if group.role == "target" and group.num_pages:
                     usage = 1.0 - group.num_free_pages / group.num_pages
                     self._kv_usage.labels(self._model_name, group.group_id).set(usage)
+                if group.HasField("draft") and group.epoch:  # not of a draft in its own process
+                    self._drafts.drafts[group.group_id] = group.draft
         return generate_latest(self.registry)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.cluster.group.step_rows import StepRow
-from paceline.worker.spec.drafter import DraftContext, Drafter
+from paceline.worker.spec.drafter import DraftContext, Drafter, DraftHealth
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import ReqId
 
@@ -29,6 +29,7 @@ class DrafterSlot:
         self._lock = threading.Lock()
         self._change: _Change | None = None
         self._epoch = 0
+        self._past: DraftHealth | None = None  # of the drafters that were replaced
 
     @property
     def epoch(self) -> int:
@@ -41,6 +42,20 @@ class DrafterSlot:
         with self._lock:
             drafter = self._drafter if self._change is None else self._change.drafter
         return drafter is not None
+
+    def health(self) -> DraftHealth | None:
+        """Any thread: the drafter's, with the totals of those before it; None if none had a draft.
+
+        Totals never shrink, so that they can be scraped as counters.
+        """
+        with self._lock:
+            return self._health()
+
+    def _health(self) -> DraftHealth | None:
+        now = self._drafter.health() if self._drafter is not None else None
+        if self._past is None:
+            return now
+        return (now or DraftHealth()).after(self._past)
 
     def replace(self, drafter: Drafter | None, epoch: int) -> None:
         with self._lock:
@@ -57,6 +72,7 @@ class DrafterSlot:
             change, self._change = self._change, None
             if change is None or change.drafter is self._drafter:
                 return
+            self._past = self._health()
             old, self._drafter = self._drafter, change.drafter
         _shut_down_aside(old)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.worker.errors import PacelineError
+from paceline.worker.spec.drafter import DraftHealth
 from paceline.worker.step import FinishReason, ReqId, SamplingParams, SamplingRow
 
 
@@ -67,6 +68,7 @@ class LoopSnapshot:
     step_id: int
     epoch: int
     draft_attached: bool
+    draft: DraftHealth | None = None  # of a group that has, or had, a draft
 
 
 class ReqState:

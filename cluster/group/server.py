@@ -15,7 +15,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from paceline.cluster.front.channels import server_options
 from paceline.cluster.front.errors import answers_rpc
 from paceline.cluster.group.req_state import NewReq, ReqEvent
-from paceline.cluster.wire import finish_reason_to_pb, receipt_to_pb, sampling_params_from_pb
+from paceline.cluster.wire import (
+    draft_health_to_pb,
+    finish_reason_to_pb,
+    receipt_to_pb,
+    sampling_params_from_pb,
+)
 from paceline.protos.v1 import admin_pb2, admin_pb2_grpc, group_pb2, group_pb2_grpc
 from paceline.worker.errors import InvalidRequest, Unavailable
 from paceline.worker.step import ReqId
@@ -139,6 +144,7 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
             step_id=held.step_id,
             epoch=held.epoch,
             draft_attached=held.draft_attached,
+            draft=draft_health_to_pb(held.draft),
         )
 
     @answers_rpc

@@ -172,6 +172,7 @@ class StepLoop:
             step_id=self._step_id,
             epoch=self._drafting.epoch,
             req_ids=req_ids,
+            draft=self._drafting.health(),
         )
 
     def snapshot(self) -> LoopSnapshot:
@@ -190,6 +191,7 @@ class StepLoop:
             step_id=self._step_id,
             epoch=self._drafting.epoch,
             draft_attached=self._drafting.is_attached,
+            draft=self._drafting.health(),
         )
 
     def drain(self, timeout_s: float) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.cluster.scheduling.req_queue import WaitingReq, sort_waiting
+from paceline.worker.spec.drafter import DraftHealth
 from paceline.worker.step import ReqId
 
 __all__ = ["Assignment", "DispatchPolicy", "GroupLoad", "WaitingReq", "dispatch", "hash_prefix"]
@@ -35,6 +36,7 @@ class GroupLoad:
     step_id: int = 0
     epoch: int = 0
     req_ids: tuple[ReqId, ...] = ()
+    draft: DraftHealth | None = None  # of a group that has, or had, a draft
     # Prefixes the controller sent there lately; the group does not report them.
     prefix_hashes: frozenset[int] = frozenset()
 

@@ -22,27 +22,28 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from paceline.protos.v1 import common_pb2 as paceline_dot_protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epaceline/protos/v1/admin.proto\x12\x0bpaceline.v1\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"$\n\rDrainResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x11\n\x0fSnapshotRequest\"\xdd\x01\n\x10SnapshotResponse\x12\x11\n\tnum_pages\x18\x01 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x02 \x01(\r\x12\x18\n\x10num_cached_pages\x18\x03 \x01(\r\x12\x1a\n\x12num_orphaned_pages\x18\x04 \x01(\r\x12\x17\n\x0frunning_req_ids\x18\x05 \x03(\t\x12\x17\n\x0fwaiting_req_ids\x18\x06 \x03(\t\x12\x0f\n\x07step_id\x18\x07 \x01(\x04\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x16\n\x0e\x64raft_attached\x18\t \x01(\x08\"L\n\x12\x41ttachDraftRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x16\n\x0e\x64raft_group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x15\n\x13\x41ttachDraftResponse2\xe9\x01\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.paceline.v1.DrainRequest\x1a\x1a.paceline.v1.DrainResponse\x12G\n\x08Snapshot\x12\x1c.paceline.v1.SnapshotRequest\x1a\x1d.paceline.v1.SnapshotResponse\x12P\n\x0b\x41ttachDraft\x12\x1f.paceline.v1.AttachDraftRequest\x1a .paceline.v1.AttachDraftResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epaceline/protos/v1/admin.proto\x12\x0bpaceline.v1\x1a\x1fpaceline/protos/v1/common.proto\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"$\n\rDrainResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x11\n\x0fSnapshotRequest\"\x86\x02\n\x10SnapshotResponse\x12\x11\n\tnum_pages\x18\x01 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x02 \x01(\r\x12\x18\n\x10num_cached_pages\x18\x03 \x01(\r\x12\x1a\n\x12num_orphaned_pages\x18\x04 \x01(\r\x12\x17\n\x0frunning_req_ids\x18\x05 \x03(\t\x12\x17\n\x0fwaiting_req_ids\x18\x06 \x03(\t\x12\x0f\n\x07step_id\x18\x07 \x01(\x04\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x16\n\x0e\x64raft_attached\x18\t \x01(\x08\x12\'\n\x05\x64raft\x18\n \x01(\x0b\x32\x18.paceline.v1.DraftHealth\"L\n\x12\x41ttachDraftRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x16\n\x0e\x64raft_group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x15\n\x13\x41ttachDraftResponse2\xe9\x01\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.paceline.v1.DrainRequest\x1a\x1a.paceline.v1.DrainResponse\x12G\n\x08Snapshot\x12\x1c.paceline.v1.SnapshotRequest\x1a\x1d.paceline.v1.SnapshotResponse\x12P\n\x0b\x41ttachDraft\x12\x1f.paceline.v1.AttachDraftRequest\x1a .paceline.v1.AttachDraftResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.protos.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAINREQUEST']._serialized_start=47
-  _globals['_DRAINREQUEST']._serialized_end=80
-  _globals['_DRAINRESPONSE']._serialized_start=82
-  _globals['_DRAINRESPONSE']._serialized_end=118
-  _globals['_SNAPSHOTREQUEST']._serialized_start=120
-  _globals['_SNAPSHOTREQUEST']._serialized_end=137
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=140
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=361
-  _globals['_ATTACHDRAFTREQUEST']._serialized_start=363
-  _globals['_ATTACHDRAFTREQUEST']._serialized_end=439
-  _globals['_ATTACHDRAFTRESPONSE']._serialized_start=441
-  _globals['_ATTACHDRAFTRESPONSE']._serialized_end=462
-  _globals['_ADMINSERVICE']._serialized_start=465
-  _globals['_ADMINSERVICE']._serialized_end=698
+  _globals['_DRAINREQUEST']._serialized_start=80
+  _globals['_DRAINREQUEST']._serialized_end=113
+  _globals['_DRAINRESPONSE']._serialized_start=115
+  _globals['_DRAINRESPONSE']._serialized_end=151
+  _globals['_SNAPSHOTREQUEST']._serialized_start=153
+  _globals['_SNAPSHOTREQUEST']._serialized_end=170
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=173
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=435
+  _globals['_ATTACHDRAFTREQUEST']._serialized_start=437
+  _globals['_ATTACHDRAFTREQUEST']._serialized_end=513
+  _globals['_ATTACHDRAFTRESPONSE']._serialized_start=515
+  _globals['_ATTACHDRAFTRESPONSE']._serialized_end=536
+  _globals['_ADMINSERVICE']._serialized_start=539
+  _globals['_ADMINSERVICE']._serialized_end=772
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from paceline.protos.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -86,6 +87,7 @@ class SnapshotResponse(_message.Message):
     STEP_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     DRAFT_ATTACHED_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
     """Pages of the KV pool."""
     num_free_pages: _builtins.int
@@ -108,6 +110,10 @@ class SnapshotResponse(_message.Message):
     def waiting_req_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Requests the group took and has not begun."""
 
+    @_builtins.property
+    def draft(self) -> _common_pb2.DraftHealth:
+        """Of a target that has, or had, a draft."""
+
     def __init__(
         self,
         *,
@@ -120,10 +126,11 @@ class SnapshotResponse(_message.Message):
         step_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
         draft_attached: _builtins.bool = ...,
+        draft: _common_pb2.DraftHealth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_attached", b"draft_attached", "epoch", b"epoch", "num_cached_pages", b"num_cached_pages", "num_free_pages", b"num_free_pages", "num_orphaned_pages", b"num_orphaned_pages", "num_pages", b"num_pages", "running_req_ids", b"running_req_ids", "step_id", b"step_id", "waiting_req_ids", b"waiting_req_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "draft_attached", b"draft_attached", "epoch", b"epoch", "num_cached_pages", b"num_cached_pages", "num_free_pages", b"num_free_pages", "num_orphaned_pages", b"num_orphaned_pages", "num_pages", b"num_pages", "running_req_ids", b"running_req_ids", "step_id", b"step_id", "waiting_req_ids", b"waiting_req_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

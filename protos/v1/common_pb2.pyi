@@ -275,6 +275,54 @@ class Receipt(_message.Message):
 Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
+class DraftHealth(_message.Message):
+    """How a target's link to its draft fares. Totals count since the leader's start, over all drafts it
+    had; a leader that was restarted begins at 0 again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_UP_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    NUM_ROUNDS_FIELD_NUMBER: _builtins.int
+    NUM_LATE_ROUNDS_FIELD_NUMBER: _builtins.int
+    NUM_STALE_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_FALLBACK_ROWS_FIELD_NUMBER: _builtins.int
+    RTT_S_FIELD_NUMBER: _builtins.int
+    is_up: _builtins.bool
+    """Whether the link is up and the draft answers; false while rounds are withheld from it."""
+    refusal: _builtins.str
+    """Why the draft refused the last attach; empty when it did not."""
+    num_rounds: _builtins.int
+    """Rounds sent."""
+    num_late_rounds: _builtins.int
+    """Rounds that had no answer in time."""
+    num_stale_rows: _builtins.int
+    """Trees dropped because they were for other tokens than the request had."""
+    num_fallback_rows: _builtins.int
+    """Rows of steps that wanted a tree and got none from the draft."""
+    rtt_s: _builtins.float
+    """Seconds of a round with the draft's own work, a moving average; 0 before the first answer."""
+    def __init__(
+        self,
+        *,
+        is_up: _builtins.bool = ...,
+        refusal: _builtins.str = ...,
+        num_rounds: _builtins.int = ...,
+        num_late_rounds: _builtins.int = ...,
+        num_stale_rows: _builtins.int = ...,
+        num_fallback_rows: _builtins.int = ...,
+        rtt_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_up", b"is_up", "num_fallback_rows", b"num_fallback_rows", "num_late_rounds", b"num_late_rounds", "num_rounds", b"num_rounds", "num_stale_rows", b"num_stale_rows", "refusal", b"refusal", "rtt_s", b"rtt_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftHealth: _TypeAlias = DraftHealth  # noqa: Y015
+
+@_typing.final
 class TensorPayload(_message.Message):
     """A tensor as raw little-endian bytes in row-major order."""
 

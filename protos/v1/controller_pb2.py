@@ -22,32 +22,33 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from paceline.protos.v1 import common_pb2 as paceline_dot_protos_dot_v1_dot_common__pb2
 from paceline.protos.v1 import generation_pb2 as paceline_dot_protos_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#paceline/protos/v1/controller.proto\x12\x0bpaceline.v1\x1a#paceline/protos/v1/generation.proto\"\xa7\x01\n\rSubmitRequest\x12\x0e\n\x06req_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x1c\n\x0f\x64\x65\x61\x64line_unix_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bprefix_hash\x18\x06 \x01(\x04\x42\x12\n\x10_deadline_unix_s\"D\n\x0eSubmitResponse\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\"/\n\x0eReleaseRequest\x12\x0e\n\x06req_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x62ort\x18\x02 \x01(\x08\" \n\x0fReleaseResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\xa1\x02\n\rReportRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x05 \x01(\r\x12\x18\n\x10num_running_reqs\x18\x06 \x01(\r\x12\x18\n\x10num_waiting_reqs\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_reqs\x18\x08 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\t \x01(\r\x12\x0f\n\x07step_id\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12\x0f\n\x07req_ids\x18\r \x03(\t\"\x1f\n\x0eReportResponse\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xa2\x01\n\x11GetStatusResponse\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x17\n\x0fnum_queued_reqs\x18\x02 \x01(\r\x12&\n\x06groups\x18\x03 \x03(\x0b\x32\x16.paceline.v1.GroupInfo\x12\x1c\n\x14\x66ront_grpc_addresses\x18\x04 \x03(\t\x12\x1c\n\x14\x66ront_http_addresses\x18\x05 \x03(\t2\xaf\x02\n\x11\x43ontrollerService\x12\x41\n\x06Submit\x12\x1a.paceline.v1.SubmitRequest\x1a\x1b.paceline.v1.SubmitResponse\x12\x44\n\x07Release\x12\x1b.paceline.v1.ReleaseRequest\x1a\x1c.paceline.v1.ReleaseResponse\x12\x45\n\x06Report\x12\x1a.paceline.v1.ReportRequest\x1a\x1b.paceline.v1.ReportResponse(\x01\x30\x01\x12J\n\tGetStatus\x12\x1d.paceline.v1.GetStatusRequest\x1a\x1e.paceline.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#paceline/protos/v1/controller.proto\x12\x0bpaceline.v1\x1a\x1fpaceline/protos/v1/common.proto\x1a#paceline/protos/v1/generation.proto\"\xa7\x01\n\rSubmitRequest\x12\x0e\n\x06req_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x1c\n\x0f\x64\x65\x61\x64line_unix_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bprefix_hash\x18\x06 \x01(\x04\x42\x12\n\x10_deadline_unix_s\"D\n\x0eSubmitResponse\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\"/\n\x0eReleaseRequest\x12\x0e\n\x06req_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x62ort\x18\x02 \x01(\x08\" \n\x0fReleaseResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\xca\x02\n\rReportRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x05 \x01(\r\x12\x18\n\x10num_running_reqs\x18\x06 \x01(\r\x12\x18\n\x10num_waiting_reqs\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_reqs\x18\x08 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\t \x01(\r\x12\x0f\n\x07step_id\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12\x0f\n\x07req_ids\x18\r \x03(\t\x12\'\n\x05\x64raft\x18\x0e \x01(\x0b\x32\x18.paceline.v1.DraftHealth\"\x1f\n\x0eReportResponse\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xa2\x01\n\x11GetStatusResponse\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x17\n\x0fnum_queued_reqs\x18\x02 \x01(\r\x12&\n\x06groups\x18\x03 \x03(\x0b\x32\x16.paceline.v1.GroupInfo\x12\x1c\n\x14\x66ront_grpc_addresses\x18\x04 \x03(\t\x12\x1c\n\x14\x66ront_http_addresses\x18\x05 \x03(\t2\xaf\x02\n\x11\x43ontrollerService\x12\x41\n\x06Submit\x12\x1a.paceline.v1.SubmitRequest\x1a\x1b.paceline.v1.SubmitResponse\x12\x44\n\x07Release\x12\x1b.paceline.v1.ReleaseRequest\x1a\x1c.paceline.v1.ReleaseResponse\x12\x45\n\x06Report\x12\x1a.paceline.v1.ReportRequest\x1a\x1b.paceline.v1.ReportResponse(\x01\x30\x01\x12J\n\tGetStatus\x12\x1d.paceline.v1.GetStatusRequest\x1a\x1e.paceline.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.protos.v1.controller_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SUBMITREQUEST']._serialized_start=90
-  _globals['_SUBMITREQUEST']._serialized_end=257
-  _globals['_SUBMITRESPONSE']._serialized_start=259
-  _globals['_SUBMITRESPONSE']._serialized_end=327
-  _globals['_RELEASEREQUEST']._serialized_start=329
-  _globals['_RELEASEREQUEST']._serialized_end=376
-  _globals['_RELEASERESPONSE']._serialized_start=378
-  _globals['_RELEASERESPONSE']._serialized_end=410
-  _globals['_REPORTREQUEST']._serialized_start=413
-  _globals['_REPORTREQUEST']._serialized_end=702
-  _globals['_REPORTRESPONSE']._serialized_start=704
-  _globals['_REPORTRESPONSE']._serialized_end=735
-  _globals['_GETSTATUSREQUEST']._serialized_start=737
-  _globals['_GETSTATUSREQUEST']._serialized_end=755
-  _globals['_GETSTATUSRESPONSE']._serialized_start=758
-  _globals['_GETSTATUSRESPONSE']._serialized_end=920
-  _globals['_CONTROLLERSERVICE']._serialized_start=923
-  _globals['_CONTROLLERSERVICE']._serialized_end=1226
+  _globals['_SUBMITREQUEST']._serialized_start=123
+  _globals['_SUBMITREQUEST']._serialized_end=290
+  _globals['_SUBMITRESPONSE']._serialized_start=292
+  _globals['_SUBMITRESPONSE']._serialized_end=360
+  _globals['_RELEASEREQUEST']._serialized_start=362
+  _globals['_RELEASEREQUEST']._serialized_end=409
+  _globals['_RELEASERESPONSE']._serialized_start=411
+  _globals['_RELEASERESPONSE']._serialized_end=443
+  _globals['_REPORTREQUEST']._serialized_start=446
+  _globals['_REPORTREQUEST']._serialized_end=776
+  _globals['_REPORTRESPONSE']._serialized_start=778
+  _globals['_REPORTRESPONSE']._serialized_end=809
+  _globals['_GETSTATUSREQUEST']._serialized_start=811
+  _globals['_GETSTATUSREQUEST']._serialized_end=829
+  _globals['_GETSTATUSRESPONSE']._serialized_start=832
+  _globals['_GETSTATUSRESPONSE']._serialized_end=994
+  _globals['_CONTROLLERSERVICE']._serialized_start=997
+  _globals['_CONTROLLERSERVICE']._serialized_end=1300
 # @@protoc_insertion_point(module_scope)

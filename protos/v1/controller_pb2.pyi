@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from paceline.protos.v1 import common_pb2 as _common_pb2
 from paceline.protos.v1 import generation_pb2 as _generation_pb2
 import builtins as _builtins
 import sys
@@ -152,6 +153,7 @@ class ReportRequest(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     REQ_IDS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The reporting group."""
     address: _builtins.str
@@ -180,6 +182,10 @@ class ReportRequest(_message.Message):
     def req_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Requests the group holds, so that a restarted controller can reconcile."""
 
+    @_builtins.property
+    def draft(self) -> _common_pb2.DraftHealth:
+        """Of a group that has, or had, a draft."""
+
     def __init__(
         self,
         *,
@@ -196,10 +202,11 @@ class ReportRequest(_message.Message):
         draining: _builtins.bool = ...,
         epoch: _builtins.int = ...,
         req_ids: _abc.Iterable[_builtins.str] | None = ...,
+        draft: _common_pb2.DraftHealth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "group_id", b"group_id", "max_num_reqs", b"max_num_reqs", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_running_reqs", b"num_running_reqs", "num_waiting_reqs", b"num_waiting_reqs", "page_size", b"page_size", "req_ids", b"req_ids", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draft", b"draft", "draining", b"draining", "epoch", b"epoch", "group_id", b"group_id", "max_num_reqs", b"max_num_reqs", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_running_reqs", b"num_running_reqs", "num_waiting_reqs", b"num_waiting_reqs", "page_size", b"page_size", "req_ids", b"req_ids", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from paceline.cluster.cli import main as cli
+from paceline.protos.v1 import common_pb2
 from tests.dist.conftest import Front
 
 
@@ -69,6 +70,21 @@ async def test_an_answer_out_of_time_names_the_limit_and_the_option(
     assert "within 0.001 s; raise --timeout" in capsys.readouterr().err
     assert await run("generate", "hi", "--timeout", "-1", "--address", front.grpc_address) == 2
     assert "--timeout" in capsys.readouterr().err
+
+
+async def test_status_shows_a_draft_that_is_down_and_why(
+    front: Front, capsys: pytest.CaptureFixture[str]
+) -> None:
+    front.leader.draft = common_pb2.DraftHealth(is_up=True)
+    assert await run("status", "--address", front.grpc_address) == 0
+    out = capsys.readouterr().out
+    assert "draft-0" in out
+    assert "down" not in out
+    front.leader.draft = common_pb2.DraftHealth(refusal="another vocabulary")
+    assert await run("status", "--address", front.grpc_address) == 0
+    out = capsys.readouterr().out
+    assert "draft-0 (down)" in out
+    assert "target-0: its draft refuses it: another vocabulary" in out
 
 
 async def test_status_shows_the_groups(front: Front, capsys: pytest.CaptureFixture[str]) -> None:

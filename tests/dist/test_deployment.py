@@ -104,6 +104,25 @@ async def test_the_draft_guesses_and_the_receipt_says_so(deployment: Deployment)
     assert receipt.num_steps == NUM_TOKENS - receipt.accepted_tokens
 
 
+async def test_operators_see_how_the_draft_fares(deployment: Deployment) -> None:
+    target = group_info(deployment, "target-0")
+    assert wait_for(lambda: snapshot(target.address).draft.is_up)
+    async with PacelineClient(deployment.grpc_address) as client:
+        await ask(client, PROMPTS[1])
+    held = snapshot(target.address)
+    assert held.draft.num_rounds > 0
+    assert held.draft.rtt_s > 0
+    assert held.draft.refusal == ""
+    assert wait_for(
+        lambda: group_info(deployment, "target-0").draft.num_rounds >= held.draft.num_rounds
+    )
+    async with httpx.AsyncClient(base_url=deployment.http_url, trust_env=False) as http:
+        lines = (await http.get("/metrics")).text.splitlines()
+    (up,) = (line for line in lines if line.startswith("paceline_decoupled_peer_up{"))
+    assert 'replica="target-0"' in up
+    assert up.endswith(" 1.0")
+
+
 async def test_seeded_sampling_is_the_same_with_and_without_company(
     deployment: Deployment,
 ) -> None:

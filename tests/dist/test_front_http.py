@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from paceline.protos.v1 import generation_pb2
+from paceline.protos.v1 import common_pb2, generation_pb2
 from paceline.worker.errors import Overloaded, Unavailable
 from tests.dist.conftest import Front
 from tests.fake_cluster import DEADLINE_ERROR, poll
@@ -265,6 +265,26 @@ async def test_metrics_count_what_was_served(front: Front) -> None:
         assert line in text.splitlines()
     await front.controller.stop()
     assert (await front.http.get("/metrics")).status_code == 200
+
+
+async def test_metrics_show_how_a_decoupled_draft_fares(front: Front) -> None:
+    text = (await front.http.get("/metrics")).text
+    assert 'replica="target-0"' in text
+    assert "paceline_decoupled_draft_late_total{" not in text
+    front.leader.draft = common_pb2.DraftHealth(
+        is_up=True, num_rounds=9, num_late_rounds=3, num_stale_rows=2, rtt_s=0.25
+    )
+    labels = '{model_name="tiny",replica="target-0"}'
+    for is_up in (True, False):
+        front.leader.draft.is_up = is_up
+        text = (await front.http.get("/metrics")).text
+        for line in (
+            f"paceline_decoupled_draft_late_total{labels} 3.0",
+            f"paceline_decoupled_draft_stale_total{labels} 2.0",
+            f"paceline_decoupled_draft_rtt_seconds{labels} 0.25",
+            f"paceline_decoupled_peer_up{labels} {float(is_up)}",
+        ):
+            assert line in text.splitlines()
 
 
 async def test_an_unexpected_failure_is_500_without_a_traceback(

@@ -8,7 +8,7 @@ from paceline.worker.clock import FakeClock
 from paceline.worker.config import SpecConfig
 from paceline.worker.link.base import Commit, DraftLink, ProposalRow, Proposals
 from paceline.worker.spec.breaker import CircuitBreaker
-from paceline.worker.spec.drafter import DraftContext, Drafter
+from paceline.worker.spec.drafter import DraftContext, Drafter, DraftHealth
 from paceline.worker.spec.link_drafter import LinkDrafter
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import Epoch, ReqId, SamplingParams
@@ -24,6 +24,8 @@ class ScriptedLink(DraftLink):
         self.clock = clock
         self.up = True
         self.answers = True
+        self.rtt_s = 0.01
+        self.why_refused = ""
         self.num_asked = 0
         self.closed: list[ReqId] = []
 
@@ -35,12 +37,16 @@ class ScriptedLink(DraftLink):
     def is_up(self) -> bool:
         return self.up
 
+    @property
+    def refusal(self) -> str:
+        return self.why_refused
+
     def exchange(self, commit: Commit, timeout_s: float) -> Proposals | None:
         self.num_asked += 1
         if not self.answers:
             self.clock.advance(timeout_s)
             return None
-        self.clock.advance(0.01)
+        self.clock.advance(self.rtt_s)
         rows = [ProposalRow(r.req_id, r.commit_len, DraftTree.chain([7, 8])) for r in commit.rows]
         return Proposals(commit.epoch, commit.round, tuple(rows), draft_us=9_000)
 
@@ -83,6 +89,34 @@ def test_a_round_gives_trees_and_is_counted(clock: FakeClock) -> None:
     assert (counters.num_rounds, counters.num_late, counters.num_draft_rows) == (1, 0, 2)
     assert counters.last_rtt_s == pytest.approx(0.01)
     assert counters.total_draft_us == 9_000
+
+
+def test_its_health_says_what_was_late_and_why_the_draft_is_not_asked(clock: FakeClock) -> None:
+    link = ScriptedLink(clock)
+    drafter = LinkDrafter(link, SPEC, clock=clock)
+    drafter.propose(contexts(2))
+    assert drafter.health() == DraftHealth(is_up=True, num_rounds=1, rtt_s=pytest.approx(0.01))
+    link.answers = False
+    for _ in range(3):  # then the draft is given up for a while
+        assert drafter.health().is_up
+        drafter.propose(contexts(2))
+    health = drafter.health()
+    assert not health.is_up
+    assert (health.num_rounds, health.num_late_rounds, health.num_fallback_rows) == (4, 3, 6)
+    link.why_refused = "another vocabulary"
+    assert drafter.health().refusal == "another vocabulary"
+
+
+def test_the_round_trip_is_a_moving_average(clock: FakeClock) -> None:
+    link = ScriptedLink(clock)
+    drafter = LinkDrafter(link, SPEC, clock=clock)
+    drafter.propose(contexts(1))
+    link.rtt_s = 0.11
+    drafter.propose(contexts(1))
+    assert drafter.health().rtt_s == pytest.approx(0.02)
+    for _ in range(60):
+        drafter.propose(contexts(1))
+    assert drafter.health().rtt_s == pytest.approx(0.11, rel=0.01)
 
 
 def test_rows_without_a_fresh_tree_fall_back(clock: FakeClock) -> None:

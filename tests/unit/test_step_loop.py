@@ -16,7 +16,7 @@ from paceline.worker.errors import (
     Overloaded,
     Unavailable,
 )
-from paceline.worker.spec.drafter import DraftContext
+from paceline.worker.spec.drafter import DraftContext, DraftHealth
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import (
     FinishReason,
@@ -349,6 +349,25 @@ def test_the_drafter_may_change_in_mid_stream() -> None:
     assert not second.is_shut_down
     group.loop.stop()
     wait_for(lambda: second.is_shut_down)
+
+
+class CountingDrafter(ToyDrafter):
+    def health(self) -> DraftHealth:
+        return DraftHealth(is_up=True, num_rounds=5, num_late_rounds=2, rtt_s=0.5)
+
+
+def test_counts_of_drafts_never_shrink_while_drafters_come_and_go() -> None:
+    group = ToyGroup()
+    assert group.loop.snapshot().draft is group.loop.load().draft is None
+    for num_drafters in (1, 2):
+        group.loop.set_drafter(CountingDrafter(1), epoch=num_drafters)
+        group.loop.step_once()
+        health = group.loop.load().draft
+        total = DraftHealth(True, "", 5 * num_drafters, 2 * num_drafters, rtt_s=0.5)
+        assert health == group.loop.snapshot().draft == total
+    group.loop.set_drafter(None, epoch=3)
+    group.loop.step_once()
+    assert group.loop.load().draft == DraftHealth(False, "", 10, 4)
 
 
 def test_a_drafter_replaced_before_it_was_used_is_shut_down_too() -> None:

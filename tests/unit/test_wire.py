@@ -17,6 +17,7 @@ from paceline.cluster.wire import (
 )
 from paceline.protos.v1 import common_pb2, controller_pb2
 from paceline.worker.errors import Unavailable
+from paceline.worker.spec.drafter import DraftHealth
 from paceline.worker.step import FinishReason, ReqId, SamplingParams
 
 LOAD = GroupLoad(
@@ -33,11 +34,14 @@ LOAD = GroupLoad(
     step_id=3,
     epoch=2,
     req_ids=(ReqId("a"), ReqId("b")),
+    draft=DraftHealth(True, "no", 9, 8, 7, 6, 0.5),
 )
 
 
 def test_a_load_report_arrives_as_it_was_sent() -> None:
     assert load_from_pb(load_to_pb(LOAD)) == LOAD
+    without = dataclasses.replace(LOAD, draft=None)
+    assert load_from_pb(load_to_pb(without)) == without
 
 
 def test_a_report_without_a_page_size_is_refused() -> None:

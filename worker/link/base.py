@@ -79,6 +79,11 @@ class DraftLink(ABC):
     @abstractmethod
     def is_up(self) -> bool: ...
 
+    @property
+    def refusal(self) -> str:
+        """Why the draft refused the last attach; empty when it did not."""
+        return ""
+
     @abstractmethod
     def exchange(self, commit: Commit, timeout_s: float) -> Proposals | None:
         """Sends a round and waits for its answer; None when it did not come in time.

@@ -96,7 +96,6 @@ class GrpcLink(DraftLink):
 
     @property
     def refusal(self) -> str:
-        """Why the draft refused the last attach; empty when it did not."""
         return self._refusal
 
     def wait_until_up(self, timeout_s: float) -> bool:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import ReqId, SamplingParams
@@ -25,11 +25,34 @@ class DraftContext:
         return len(self.prompt_ids) + len(self.output_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftHealth:
+    """How a link to a draft fares, as the message DraftHealth says it."""
+
+    is_up: bool = False
+    refusal: str = ""
+    num_rounds: int = 0
+    num_late_rounds: int = 0
+    num_stale_rows: int = 0
+    num_fallback_rows: int = 0
+    rtt_s: float = 0.0
+
+    def after(self, earlier: "DraftHealth") -> "DraftHealth":
+        """With the totals of a link that has ended."""
+        return replace(
+            self,
+            num_rounds=self.num_rounds + earlier.num_rounds,
+            num_late_rounds=self.num_late_rounds + earlier.num_late_rounds,
+            num_stale_rows=self.num_stale_rows + earlier.num_stale_rows,
+            num_fallback_rows=self.num_fallback_rows + earlier.num_fallback_rows,
+        )
+
+
 class Drafter(ABC):
     """Proposes a tree for each req, or none.
 
-    Called on the step thread only. `propose` returns within its configured limit whatever
-    happens to the draft, and raises nothing: a row it has no fresh proposal for is None.
+    Called on the step thread only, but for `health`. `propose` returns within its configured limit
+    whatever happens to the draft, and raises nothing: a row it has no fresh proposal for is None.
     """
 
     @abstractmethod
@@ -43,3 +66,7 @@ class Drafter(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Frees what the drafter holds, within a few seconds."""
+
+    def health(self) -> DraftHealth | None:
+        """Any thread; None for a drafter that asks no draft."""
+        return None

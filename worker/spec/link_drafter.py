@@ -8,12 +8,14 @@ from paceline.worker.clock import Clock, SystemClock
 from paceline.worker.config import SpecConfig
 from paceline.worker.link.base import Commit, DraftLink, Proposals
 from paceline.worker.spec.breaker import CircuitBreaker
-from paceline.worker.spec.drafter import DraftContext, Drafter
+from paceline.worker.spec.drafter import DraftContext, Drafter, DraftHealth
 from paceline.worker.spec.session import DraftSession
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import ReqId
 
 log = logging.getLogger(__name__)
+
+_RTT_WEIGHT = 0.1
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class LinkCounters:
     num_sync_rows: int = 0
     total_rtt_s: float = 0.0  # of answered rounds, the draft's own work included
     last_rtt_s: float = 0.0
+    mean_rtt_s: float = 0.0  # of the latest, each weighing a tenth
     total_draft_us: int = 0
     last_draft_us: int = 0
 
@@ -67,6 +70,18 @@ class LinkDrafter(Drafter):
     def counters(self) -> LinkCounters:
         """A copy; any thread."""
         return replace(self._counters)
+
+    def health(self) -> DraftHealth:
+        counters = self._counters
+        return DraftHealth(
+            is_up=self._link.is_up and not self._breaker.is_open,
+            refusal=self._link.refusal,
+            num_rounds=counters.num_rounds,
+            num_late_rounds=counters.num_late,
+            num_stale_rows=counters.num_stale_rows,
+            num_fallback_rows=counters.num_fallback_rows,
+            rtt_s=counters.mean_rtt_s,
+        )
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree | None]:
         trees = self._ask(contexts)
@@ -126,6 +141,9 @@ class LinkDrafter(Drafter):
             log.info("draft answers again")
         counters.last_rtt_s = now_s - start_s
         counters.total_rtt_s += counters.last_rtt_s
+        if counters.mean_rtt_s == 0.0:
+            counters.mean_rtt_s = counters.last_rtt_s
+        counters.mean_rtt_s += _RTT_WEIGHT * (counters.last_rtt_s - counters.mean_rtt_s)
         counters.last_draft_us = proposals.draft_us
         counters.total_draft_us += proposals.draft_us
         return proposals
