@@ -24,8 +24,14 @@ def resolve_models(config: ClusterConfig, tell: Callable[[str, str, float], None
     elif draft:
         draft = _name_or_path(draft)
     model_dir = _fetch(model, "model", tell)
+    _check_checkpoint(
+        "model", model_dir, config.dtype, config.max_model_len, config.target.tensor_parallel_size
+    )
+    _check_tokenizer(model_dir)
     if draft:
-        _check_vocabularies(model_dir, _fetch(draft, "draft", tell), config.model, draft)
+        draft_dir = _fetch(draft, "draft", tell)
+        _check_checkpoint("draft", draft_dir, config.dtype, 0, config.draft.tensor_parallel_size)
+        _check_vocabularies(model_dir, draft_dir, config.model, draft)
     names = config.names  # of the model as it was given, not of where it lies
     return config.model_copy(
         update={
@@ -93,7 +99,7 @@ def _shipped_draft(model: str) -> str:
 
 
 def _fetch(name: str, role: str, tell: Callable[[str, str, float], None]) -> Path:
-    """The checkpoint's directory. Whether it can be served its ranks find out: that takes torch."""
+    """The checkpoint's directory."""
     if name in BUILT_IN:
         tell(role, "fetch", 0.0)
         path = get_model(name, lambda stage, fraction: tell(role, stage, fraction))
@@ -112,6 +118,26 @@ def _fetch(name: str, role: str, tell: Callable[[str, str, float], None]) -> Pat
     if not (path / "config.json").is_file():
         raise ConfigError(f"{role} '{name}' has no config.json, so it is no Hugging Face directory")
     return path
+
+
+def _check_checkpoint(role: str, path: Path, dtype: str, max_model_len: int, tp_size: int) -> None:
+    """What its ranks would refuse, without torch; whether each tensor fits they find out alone."""
+    from paceline.worker.models.checkpoint_files import check_weight_files
+    from paceline.worker.models.registry import load_model_config
+    from paceline.worker.parallel.shards import split_heads
+
+    model = load_model_config(path, max_model_len=max_model_len, dtype=dtype)
+    check_weight_files(path)
+    try:
+        split_heads(model.num_heads, model.num_kv_heads, tp_size)
+    except ConfigError as error:
+        raise ConfigError(f"{role} '{path}': {error.message}") from None
+
+
+def _check_tokenizer(path: Path) -> None:
+    from paceline.cluster.front.text import TextCodec
+
+    TextCodec.load(path).close()
 
 
 def _check_vocabularies(model_dir: Path, draft_dir: Path, model: str, draft: str) -> None:

@@ -69,7 +69,7 @@ def build_core(settings: FrontSettings) -> GenerationCore:
     """
     model = settings.model
     if model is None:
-        # Here and not above: it brings torch, which a front with a given model does not need.
+        # Here and not above: a front with a given model does not need it.
         from paceline.worker.models.registry import load_model_config
 
         model = load_model_config(settings.model_dir, max_model_len=settings.max_model_len)

@@ -99,7 +99,7 @@ def find_model(ref: ModelRef, progress: Progress | None = None) -> Path:
 
     Raises: Unavailable: its weights could not be fetched.
     """
-    # Not resolve_model: a path was checked at start, and checking it again would load torch.
+    # Not resolve_model: a path was checked at start.
     from paceline.cluster.models import BUILT_IN, get_model
 
     return get_model(ref.name, progress) if ref.name in BUILT_IN else Path(ref.name)

@@ -105,7 +105,7 @@ def resolve_model(name_or_path: str | Path, progress: Progress | None = None) ->
             f"model '{name_or_path}' is not a directory; give the directory that holds config.json "
             "and the safetensors files"
         )
-    # In here: a built-in model needs no such check, and this loads torch.
+    # In here: a built-in model needs no such check.
     from paceline.worker.models.registry import load_model_config
 
     load_model_config(path)

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.worker.errors import ConfigError
-from paceline.worker.models.weights import WeightReader, read_checkpoint_dtype
+from paceline.worker.models.checkpoint_files import read_checkpoint_dtype
+from paceline.worker.models.weights import WeightReader
 from paceline.worker.parallel.shards import Span
 from tests.tiny import make_tiny_model
 

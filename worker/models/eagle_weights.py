@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.worker.config import ModelConfig
 from paceline.worker.errors import ConfigError
-from paceline.worker.models.weights import find_weight_files
+from paceline.worker.models.checkpoint_files import find_weight_files
 
 _PICKLED = "pytorch_model.bin"
 _PREFIXES = (("model.", ""), ("midlayer.", "layers.0."))

@@ -1,6 +1,6 @@
 """Architecture name → model class, and what a checkpoint directory says of itself.
 
-Reads config.json and generation_config.json only; weights.py reads the tensors.
+Reads config.json and generation_config.json only; weights.py reads the tensors. Loads no torch.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.worker.config import ModelConfig
 from paceline.worker.errors import ConfigError, NotFound
-from paceline.worker.models.weights import find_weight_files, read_checkpoint_dtype
+from paceline.worker.models.checkpoint_files import find_weight_files, read_checkpoint_dtype
 
 if TYPE_CHECKING:
     from paceline.worker.models.llama import LlamaModel

@@ -3,51 +3,17 @@
 A rank asks for its own rows or columns and nothing else is read from the disk.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.worker.errors import ConfigError
+from paceline.worker.models.checkpoint_files import find_weight_files, open_weights
 from paceline.worker.parallel.shards import Span
-
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-def find_weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory, all of them there.
-
-    Raises: ConfigError: none, or one that the index names is missing.
-    """
-    index = path / _INDEX
-    if index.is_file():
-        names = sorted(set(_read_weight_map(index).values()))
-        for name in names:
-            if not (path / name).is_file():
-                raise ConfigError(
-                    f"'{path}' lacks the shard '{name}', one of {len(names)} that {_INDEX} names; "
-                    "fetch the checkpoint again"
-                )
-        return [path / name for name in names]
-    if (path / _SINGLE).is_file():
-        return [path / _SINGLE]
-    raise ConfigError(f"'{path}' has neither {_SINGLE} nor {_INDEX}; only safetensors are read")
-
-
-def read_checkpoint_dtype(file: Path) -> str:
-    """The dtype of a file's first tensor, as torch spells it."""
-    with _open(file) as handle:
-        for name in handle.keys():  # noqa: SIM118 a safetensors handle cannot be iterated
-            code = str(handle.get_slice(name).get_dtype())
-            return _DTYPE_NAMES.get(code, code)
-    raise ConfigError(f"'{file}' holds no tensors")
 
 
 class WeightReader:
@@ -72,7 +38,7 @@ class WeightReader:
             self._by_name = dict.fromkeys(tensors, _OpenTensors(tensors))
             return
         for file in find_weight_files(self._path):
-            handle = _open(file)
+            handle = open_weights(file)
             self._handles.append(handle)
             self._by_name |= dict.fromkeys(handle.keys(), handle)
 
@@ -143,18 +109,3 @@ class _TensorSlice:
 
     def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor:
         return self._tensor[index]
-
-
-def _open(file: Path) -> Any:  # Any: safetensors has no types for an open file
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"'{file}' is not a safetensors file: {error}") from error
-
-
-def _read_weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(k): str(v) for k, v in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"'{index}' is not an index of safetensors: {error!r}") from error
