@@ -1,4 +1,4 @@
-"""DraftLeader: rank 0 of a draft group: a proposer behind its gRPC server.
+"""DraftLeader: rank 0 of a draft group: a proposer behind its gRPC server, and load reports.
 
 A plain class; cluster/group/spawn.py wraps it for Ray, and the controller drives it as it drives a
 target's leader. What it serves and how is worker/draft's.
@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.group.leader import LeaderInfo
 from paceline.cluster.group.rank_start import RankStart
+from paceline.cluster.group.reporter import Reporter
 from paceline.cluster.group.settings import RankSettings
+from paceline.cluster.naming import controller_resolver
+from paceline.cluster.scheduling.dispatch import GroupLoad
 from paceline.worker.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ class DraftLeader:
         self._settings = settings
         self._start = RankStart(settings)
         self._server: DraftServer | None = None
+        self._address = ""
         self._is_stopping = asyncio.Event()
 
     async def pid(self) -> int:
@@ -53,17 +57,27 @@ class DraftLeader:
             group_id=self._settings.group_id,
         )
         port = await self._server.start(self._start.host, 0)
+        self._address = f"{self._start.host}:{port}"
         self._start.tell("ready", 1.0)
-        return LeaderInfo(f"{self._start.host}:{port}", proposer.executor.num_pages, config.model)
+        return LeaderInfo(self._address, proposer.executor.num_pages, config.model)
 
     async def run(self) -> None:
         """Serves until `stop`. Raises: Unavailable: the device was lost, and with it the group."""
         assert self._server is not None, "run before build"
+        # A drain is the targets' affair: a draft serves them to their end.
+        reporter = Reporter(self._load, controller_resolver(self._settings.namespace), lambda: None)
+        reports = asyncio.create_task(reporter.run())
         failure = asyncio.create_task(self._server.wait_for_failure())
         stopping = asyncio.create_task(self._is_stopping.wait())
-        done, pending = await asyncio.wait((failure, stopping), return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
-            task.cancel()
+        tasks = (failure, stopping, reports)
+        try:
+            # Reports never end by themselves.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if reports in done:
+                reports.result()
+        finally:
+            for task in tasks:
+                task.cancel()
         if failure in done:
             raise Unavailable(f"the device of draft group {self._settings.group_id} was lost")
 
@@ -75,6 +89,21 @@ class DraftLeader:
         if self._server is not None:
             await self._server.stop(1.0)
         self._is_stopping.set()
+
+    def _load(self) -> GroupLoad:
+        assert self._server is not None, "report before build"
+        held = self._server.snapshot()
+        return GroupLoad(
+            group_id=self._settings.group_id,
+            page_size=self._settings.cache.page_size,
+            num_pages=held.num_pages,
+            num_free_pages=held.num_free_pages + held.num_cached_pages,
+            num_running_reqs=len(held.req_ids),
+            num_waiting_reqs=0,
+            max_num_reqs=self._settings.scheduler.max_num_seqs,
+            address=self._address,
+            step_id=held.step_id,
+        )
 
     def _build(self, rendezvous: str) -> "tuple[WorkerConfig, Proposer]":
         from paceline.worker.draft.proposer import build_proposer

@@ -21,7 +21,7 @@ _PREFIX_STEP = 16
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """What a target group reports of itself, as ReportRequest has it, and what is known of it."""
+    """What a group reports of itself, as ReportRequest has it, and what is known of it."""
 
     group_id: str
     page_size: int

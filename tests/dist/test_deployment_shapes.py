@@ -2,6 +2,7 @@
 group at all; and a full queue refuses at once."""
 
 import asyncio
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ async def test_two_groups_share_the_requests_and_each_has_a_draft_of_two_ranks(
         pairs = {group_info(deployment, f"target-{i}").draft_group_id for i in range(2)}
         assert pairs == {"draft-0", "draft-1"}
         answers = await ask_all(deployment)
+        for draft_id in ("draft-0", "draft-1"):
+            wait_for(functools.partial(is_idle, deployment, draft_id))
     assert [list(answer.output_ids) for answer in answers] == expected
     assert {answer.receipt.group_id for answer in answers} == {"target-0", "target-1"}
     assert all(answer.receipt.proposed_tokens for answer in answers)
@@ -128,6 +131,12 @@ async def test_full_queue_refuses_at_once_and_says_when_to_come_back(
         address = group_info(deployment, "target-0").address
         wait_for(lambda: snapshot(address).num_free_pages == 64)
         assert snapshot(address).num_orphaned_pages == 0
+
+
+def is_idle(deployment: Deployment, group_id: str) -> bool:
+    """Whether the deployment's status says so: all pages of the group can be had."""
+    group = group_info(deployment, group_id)
+    return 0 < group.num_pages == group.num_free_pages and not group.num_running_reqs
 
 
 async def wait_for_queue(client: PacelineClient, num_reqs: int) -> None:

@@ -17,7 +17,7 @@ from paceline.protos.v1 import admin_pb2, admin_pb2_grpc
 from paceline.protos.v1 import speculation_pb2 as pb
 from paceline.protos.v1 import speculation_pb2_grpc as pb_grpc
 from paceline.worker.draft.device_loop import ClosedReqs, DeviceLoop
-from paceline.worker.draft.proposer import Proposer, TreeShape
+from paceline.worker.draft.proposer import Proposer, ProposerSnapshot, TreeShape
 from paceline.worker.errors import Unavailable
 from paceline.worker.link import wire
 from paceline.worker.link.base import Commit, Proposals
@@ -102,6 +102,10 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
     async def wait_for_failure(self) -> None:
         """Returns when the device is lost; the server refuses streams from then on."""
         await self._failure.wait()
+
+    def snapshot(self) -> ProposerSnapshot:
+        """What is held, as of the last round; never waits for the device."""
+        return self._device.snapshot()
 
     # ---- SpeculationService
 
@@ -253,7 +257,7 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
         request: admin_pb2.SnapshotRequest,
         context: aio.ServicerContext[admin_pb2.SnapshotRequest, admin_pb2.SnapshotResponse],
     ) -> admin_pb2.SnapshotResponse:
-        held = self._device.snapshot()
+        held = self.snapshot()
         return admin_pb2.SnapshotResponse(
             num_pages=held.num_pages,
             num_free_pages=held.num_free_pages,
