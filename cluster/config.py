@@ -8,12 +8,13 @@ model exists or fits is found out at start (cluster/preflight.py).
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from paceline.cluster.flags import as_given, flag_of
 from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig
 from paceline.worker.errors import ConfigError
 from paceline.worker.spec.limits import (
@@ -208,18 +209,24 @@ def load_config(
             raise ConfigError(f"config file '{path}': {error.strerror or error}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config file '{path}' is not TOML: {error}") from error
-    for key, value in (overrides or {}).items():
-        if value is not None:
-            _put(data, key.split("."), value)
-    return parse_config(data, source)
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    for key, value in given.items():
+        _put(data, key.split("."), value)
+    return parse_config(data, source, flags=given)
 
 
-def parse_config(data: Mapping[str, Any], source: str = "config") -> ClusterConfig:
-    """Raises: ConfigError: names every key at fault, its value and what is allowed."""
+def parse_config(
+    data: Mapping[str, Any], source: str = "config", *, flags: Collection[str] = ()
+) -> ClusterConfig:
+    """
+    Args:
+        flags: the keys that flags set, which messages then name.
+    Raises: ConfigError: names every key at fault, its value and what is allowed.
+    """
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:
-        faults = "; ".join(_describe(fault) for fault in error.errors(include_url=False))
+        faults = "; ".join(_describe(fault, flags) for fault in error.errors(include_url=False))
         raise ConfigError(f"{source}: {faults}") from error
 
 
@@ -272,7 +279,7 @@ def _put(data: dict[str, Any], keys: list[str], value: Any) -> None:  # Any: a T
     data[keys[-1]] = value
 
 
-def _describe(fault: Any) -> str:  # Any: pydantic's ErrorDetails
+def _describe(fault: Any, flags: Collection[str]) -> str:  # Any: pydantic's ErrorDetails
     loc = [str(part) for part in fault["loc"] if not isinstance(part, int)]
     name = ".".join(loc)
     if fault["type"] == "extra_forbidden":
@@ -282,11 +289,19 @@ def _describe(fault: Any) -> str:  # Any: pydantic's ErrorDetails
         prefix = ".".join(loc[:-1])
         return _unknown(loc[-1], section.model_fields, f"[{prefix}]" if prefix else "")
     if fault["type"] == "missing":
-        return f"'{name}' is missing"
+        return (
+            f"'{name}' is missing; give a built-in name (`paceline models list` shows them) or a "
+            "Hugging Face directory"
+        )
+    if fault["type"] == "model_type":
+        return f"'{name}' is {fault['input']!r}: it must be a table, [{name}]"
     if fault["type"] == "value_error":
         reason = str(fault["ctx"]["error"])
         return f"[{name}] {reason}" if name else reason
-    return f"'{name}' is {fault['input']!r}: {fault['msg'].lower()}"
+    value, reason = fault["input"], fault["msg"].lower()
+    if name in flags:
+        return f"{flag_of(name)} ('{name}') is {as_given(name, value)}: {reason}"
+    return f"'{name}' is {value!r}: {reason}"
 
 
 def _unknown(key: str, known: Mapping[str, Any], where: str = "") -> str:

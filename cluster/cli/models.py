@@ -15,6 +15,12 @@ app = typer.Typer(
 _DTYPE = typer.Option("--dtype", help="Of the weights: bfloat16, float16 or float32.")
 
 
+@app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
 @app.command("list")
 def list_models() -> None:
     """Show the built-in models and which of them are in the cache."""

@@ -73,6 +73,16 @@ def test_version_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"paceline       {short}" in capsys.readouterr().out
 
 
+def test_models_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["models"]) == 0
+    assert {"list", "get", "path"} <= set(capsys.readouterr().out.split())
+
+
+def test_serve_without_a_model_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["serve"]) == 3
+    assert "'model' is missing; give a built-in name" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

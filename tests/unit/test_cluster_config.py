@@ -34,7 +34,8 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
             "unknown key 'num_step' in [draft]; did you mean 'num_steps'?",
         ),
         ({"model": "m", "cache": {"zzz": 2}}, "known keys: page_size, num_pages"),
-        ({}, "'model' is missing"),
+        ({}, "'model' is missing; give a built-in name"),
+        ({"model": "m", "target": 5}, "'target' is 5: it must be a table, [target]"),
         (
             {"model": "m", "target": {"tensor_parallel_size": 0}},
             "'target.tensor_parallel_size' is 0",
@@ -68,6 +69,26 @@ def test_refusal_names_the_key_and_what_is_allowed(data: dict, words: str) -> No
         parse_config(data, "file")
     assert str(caught.value).startswith("file: ")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("front.port", 99999, "--port ('front.port') is 99999: input should be less than"),
+        ("target.groups", 0, "--groups ('target.groups') is 0: "),
+        ("draft.timeout_s", -0.003, "--draft-timeout-ms ('draft.timeout_s') is -3: "),
+        ("cache.page_size", 3, "--page-size ('cache.page_size') is 3: "),
+    ],
+)
+def test_refusal_of_a_flag_names_it_and_the_value_it_was_given(
+    key: str, value: float, words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('model = "m"\n[front]\ngrpc_port = -1\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, {key: value})
+    assert words in caught.value.message
+    assert "; 'front.grpc_port' is -1: " in f"; {caught.value.message.partition(': ')[2]}"
 
 
 def test_every_fault_is_named_at_once() -> None:

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import typer
 from pydantic import BaseModel
 
 from paceline.cluster.cli import main as cli
 from paceline.cluster.cli import serve
 from paceline.cluster.config import ClusterConfig
+from paceline.cluster.flags import flag_of
 
 
 def settings(section: type[BaseModel], prefix: str = "") -> list[str]:
@@ -26,6 +28,14 @@ def test_every_setting_has_a_flag() -> None:
     names = settings(ClusterConfig)
     assert len(names) > 40
     assert [name for name in names if f'"{name}":' not in source] == []
+
+
+def test_flag_that_a_message_names_exists() -> None:
+    app = typer.Typer()
+    app.command()(serve.serve)
+    flags = {flag for param in typer.main.get_command(app).params for flag in param.opts}
+    named = {flag_of(name) for name in settings(ClusterConfig) if name != "model"}
+    assert named - flags == set()
 
 
 @pytest.mark.parametrize(
