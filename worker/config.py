@@ -31,6 +31,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     dtype: str = "bfloat16"  # of weights, activations and KV
     skip_layers: tuple[int, ...] = ()  # layers left out, for drafts made from their own target
+    num_positions: int = 0  # that the checkpoint has, no matter the user's limit; 0: unread
 
 
 @dataclass(frozen=True, slots=True)

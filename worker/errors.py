@@ -43,6 +43,10 @@ class InvalidRequest(PacelineError):
 class NotFound(PacelineError):
     """No such model or request."""
 
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message, field)
+        self.field = field
+
 
 class AlreadyExists(PacelineError):
     """A request id that is waiting or running."""

@@ -177,8 +177,9 @@ def to_status(
     if isinstance(error, DeadlineExceeded) and error.phase:
         info.metadata["phase"] = cut(error.phase, 32)
     details: list[Any] = [info]  # Any: protobuf messages of several types
-    if isinstance(error, InvalidRequest) and error.field:
+    if isinstance(error, InvalidRequest | NotFound) and error.field:
         info.metadata["field"] = cut(error.field, 128)
+    if isinstance(error, InvalidRequest) and error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=cut(error.field, 128), description=message
         )
@@ -286,8 +287,8 @@ def _details_of(error: grpc.RpcError) -> status_pb2.Status | None:
 def _rebuild(
     cls: type[PacelineError], text: str, info: error_details_pb2.ErrorInfo, status: Any
 ) -> PacelineError:
-    if cls is InvalidRequest:
-        return InvalidRequest(text, info.metadata.get("field", ""))
+    if cls is InvalidRequest or cls is NotFound:
+        return cls(text, info.metadata.get("field", ""))
     if cls is DeadlineExceeded:
         return DeadlineExceeded(text, info.metadata.get("phase", ""))
     if cls is Overloaded or cls is Unavailable:

@@ -230,6 +230,12 @@ def plain_prompt(body: CompletionBody) -> tuple[str | None, list[int] | None]:
     ids = [item for item in prompt if isinstance(item, int)]
     if prompt and len(ids) == len(prompt):
         return None, ids
+    if ids:
+        raise InvalidRequest(
+            "prompt is a list that mixes token ids with other things; send a string or one list "
+            "of token ids",
+            "prompt",
+        )
     if len(prompt) > 1:
         raise InvalidRequest(
             f"prompt is a list of {len(prompt)} prompts; this version takes one per request: "

@@ -18,11 +18,13 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    num_positions: int = 0  # that the checkpoint has; 0 where that is not known
 
     def check_name(self, name: str) -> None:
         if name and name not in self.names:
             raise NotFound(
-                f"model '{shown(name)}' is not served here; served: {', '.join(self.names)}"
+                f"model '{shown(name)}' is not served here; served: {', '.join(self.names)}",
+                "model",
             )
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
@@ -44,7 +46,15 @@ class ServedModel:
             raise InvalidRequest(
                 f"prompt has {'at least ' if at_least else ''}{num_tokens} tokens, model "
                 f"'{self.names[0]}' accepts {limit} (its context of "
-                f"{self.max_model_len} less one for the answer); shorten it or raise "
-                "--max-model-len",
+                f"{self.max_model_len} less one for the answer); {self._way_out()}",
                 name,
             )
+
+    def _way_out(self) -> str:
+        if self.num_positions > self.max_model_len:
+            return (
+                f"shorten it, or have the server started with a --max-model-len of up to "
+                f"{self.num_positions}"
+            )
+        reason = ": the model has no more positions" if self.num_positions else ""
+        return f"shorten it{reason}"

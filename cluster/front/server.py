@@ -82,6 +82,7 @@ def build_core(settings: FrontSettings) -> GenerationCore:
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         dtype=model.dtype,
+        num_positions=model.num_positions,
     )
     return GenerationCore(
         served,

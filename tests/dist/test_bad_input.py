@@ -93,7 +93,9 @@ BAD = {
     ),
     "token id below 0": Bad("input_ids", ("-1", "0 to 263"), text=None, ids=(-1, 5), only="http"),
     "prompt longer than the context": Bad(
-        "prompt", ("512 tokens", "'tiny'", "511", "--max-model-len"), text="x" * 512
+        "prompt",
+        ("512 tokens", "'tiny'", "511", "shorten it: the model has no more positions"),
+        text="x" * 512,
     ),
     "prompt far longer than the context": Bad(
         "prompt", ("at least", "tokens", "511", "shorten"), text="x" * 200_000
@@ -172,6 +174,7 @@ async def test_an_unknown_model_is_not_found_over_both(front: Front) -> None:
     reply = await front.http.post("/v1/completions", json={"prompt": "x", "model": "gpt-9"})
     assert reply.status_code == 404
     assert "tiny-alias" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"] == "model"
     assert (await front.http.get("/v1/models/gpt-9")).status_code == 404
 
 
@@ -295,6 +298,13 @@ HTTP_BAD: dict[str, tuple[str, bytes, int, str | None, tuple[str, ...]]] = {
         400,
         None,
         ("not valid JSON",),
+    ),
+    "ids and text in one prompt": (
+        "/v1/completions",
+        b'{"prompt": [1, "a"]}',
+        400,
+        "prompt",
+        ("mixes token ids", "one list of token ids"),
     ),
     "two prompts": (
         "/v1/completions",

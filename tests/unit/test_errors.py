@@ -11,7 +11,7 @@ from paceline.worker import errors as tree
 
 ALL = [
     (tree.InvalidRequest("bad", "top_p"), grpc.StatusCode.INVALID_ARGUMENT, 400),
-    (tree.NotFound("no"), grpc.StatusCode.NOT_FOUND, 404),
+    (tree.NotFound("no", "model"), grpc.StatusCode.NOT_FOUND, 404),
     (tree.AlreadyExists("twice"), grpc.StatusCode.ALREADY_EXISTS, 409),
     (errors.Unauthenticated("who"), grpc.StatusCode.UNAUTHENTICATED, 401),
     (errors.PermissionDenied("not you"), grpc.StatusCode.PERMISSION_DENIED, 403),

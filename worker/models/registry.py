@@ -117,6 +117,7 @@ def parse_model_config(
         num_kv_heads=read_count(path, config, "num_key_value_heads", num_heads),
         head_dim=read_count(path, config, "head_dim", hidden_size // num_heads),
         max_model_len=_max_model_len(path, config, max_model_len),
+        num_positions=_num_positions(path, config),
         rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -190,8 +191,12 @@ def read_count(path: Path, config: Json, key: str, default: int | None = None) -
     return value
 
 
+def _num_positions(path: Path, config: Json) -> int:
+    return read_count(path, config, "max_position_embeddings", 2048)
+
+
 def _max_model_len(path: Path, config: Json, wanted: int) -> int:
-    limit = read_count(path, config, "max_position_embeddings", 2048)
+    limit = _num_positions(path, config)
     if not 0 <= wanted <= limit:
         raise ConfigError(
             f"max_model_len is {wanted}, but the model in '{path}' has {limit} positions; "
