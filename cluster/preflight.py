@@ -25,12 +25,18 @@ def resolve_models(config: ClusterConfig, tell: Callable[[str, str, float], None
         draft = _name_or_path(draft)
     model_dir = _fetch(model, "model", tell)
     _check_checkpoint(
-        "model", model_dir, config.dtype, config.max_model_len, config.target.tensor_parallel_size
+        f"model '{config.model}'",
+        model_dir,
+        config.dtype,
+        config.max_model_len,
+        config.target.tensor_parallel_size,
     )
     _check_tokenizer(model_dir)
     if draft:
         draft_dir = _fetch(draft, "draft", tell)
-        _check_checkpoint("draft", draft_dir, config.dtype, 0, config.draft.tensor_parallel_size)
+        _check_checkpoint(
+            f"draft '{draft}'", draft_dir, config.dtype, 0, config.draft.tensor_parallel_size
+        )
         _check_vocabularies(model_dir, draft_dir, config.model, draft)
     names = config.names  # of the model as it was given, not of where it lies
     return config.model_copy(
@@ -120,7 +126,7 @@ def _fetch(name: str, role: str, tell: Callable[[str, str, float], None]) -> Pat
     return path
 
 
-def _check_checkpoint(role: str, path: Path, dtype: str, max_model_len: int, tp_size: int) -> None:
+def _check_checkpoint(what: str, path: Path, dtype: str, max_model_len: int, tp_size: int) -> None:
     """What its ranks would refuse, without torch; whether each tensor fits they find out alone."""
     from paceline.worker.models.checkpoint_files import check_weight_files
     from paceline.worker.models.registry import load_model_config
@@ -131,7 +137,7 @@ def _check_checkpoint(role: str, path: Path, dtype: str, max_model_len: int, tp_
     try:
         split_heads(model.num_heads, model.num_kv_heads, tp_size)
     except ConfigError as error:
-        raise ConfigError(f"{role} '{path}': {error.message}") from None
+        raise ConfigError(f"{what}: {error.message}") from None
 
 
 def _check_tokenizer(path: Path) -> None:

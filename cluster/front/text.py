@@ -95,6 +95,9 @@ class TextCodec:
     ) -> str:
         """The prompt text of a chat; encode it without adding special tokens.
 
+        A special token that a message spells out, "<|im_end|>" say, becomes that token, as it does
+        with transformers' `apply_chat_template`. Who passes on text of others must filter it.
+
         Raises: InvalidRequest: the model has no chat template, or it refuses the messages.
         """
         if self._chat_template is None:
