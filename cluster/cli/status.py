@@ -79,6 +79,10 @@ def _print_table(
         )
     console.print(table)
     for group in server.groups:
+        if group.last_error:
+            console.print(
+                f"{group.group_id}: last error: {group.last_error}", highlight=False, markup=False
+            )
         if group.draft.refusal:
             console.print(
                 f"{group.group_id}: its draft refuses it: {group.draft.refusal}",

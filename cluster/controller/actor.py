@@ -8,6 +8,7 @@ it creates belongs to it: were it to die, Ray would end its groups and fronts wi
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 _ATTACH_TIMEOUT_S = 5.0
 _ATTACH_RETRY_S = 0.5
 
+_MAX_NEWS = 1000  # lines that nobody has fetched
+
 Progress = list[tuple[str, str, float]]  # (process, stage, fraction of the stage)
 
 
@@ -70,6 +73,7 @@ class Controller:
         self._tasks: list[asyncio.Task[Any]] = []
         self._attaching: dict[str, asyncio.Task[None]] = {}  # by target group
         self._waiting_for = ""
+        self._news: deque[str] = deque(maxlen=_MAX_NEWS)
         self._model: ModelConfig | None = None
         self._start_task: asyncio.Task[list[tuple[str, str]]] | None = None
 
@@ -138,6 +142,12 @@ class Controller:
         ]
         return lines
 
+    async def news(self) -> list[str]:
+        """What died, did not start again or came back since the last call, a line each."""
+        lines = list(self._news)
+        self._news.clear()
+        return lines
+
     async def pids(self) -> dict[str, list[int]]:
         """Process ids of this controller, each group and each front, by name."""
         pids = {"controller": [os.getpid()]}
@@ -178,6 +188,7 @@ class Controller:
                 spec,
                 plans[spec.group_id],
                 emit=self._core.handle,
+                say=self._news.append,
                 threads_per_rank=config.ray.threads_per_rank,
                 placement_timeout_s=config.ray.placement_timeout_s,
                 start_timeout_s=config.ray.start_timeout_s,
@@ -190,7 +201,8 @@ class Controller:
         self._model = infos[0].model
         node_id = ray.get_runtime_context().get_node_id()
         self._fronts = [
-            FrontSupervisor(spec, node_id=node_id) for spec in front_specs(config, self._model)
+            FrontSupervisor(spec, node_id=node_id, say=self._news.append)
+            for spec in front_specs(config, self._model)
         ]
         for front in self._fronts:
             front.start()

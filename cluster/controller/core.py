@@ -204,6 +204,7 @@ def _group_info(group: Group) -> generation_pb2.GroupInfo:
         num_pages=group.num_pages,
         draft_group_id=group.draft_group_id,
         epoch=group.epoch,
+        last_error=group.last_error,
         draft=draft_health_to_pb(group.load.draft) if group.load is not None else None,
     )
     if group.load is not None:

@@ -42,6 +42,8 @@ class GroupSilent:
 @dataclass(frozen=True, slots=True)
 class GroupDied:
     group_id: str
+    reason: str = ""
+    was_starting: bool = False  # it never came up
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,9 @@ GroupStatus = Literal["starting", "ready", "draining", "dead"]
 REPORT_TIMEOUT_S = 5.0
 # A req sent to a group that the group never reported: its front died between the two calls.
 LEASE_S = 15.0
+# So many starts of a group that fail one after the other are not bad luck: with no other target
+# group up, nobody is made to wait for the next.
+MAX_FAILED_STARTS = 3
 _MAX_PREFIXES = 1024  # remembered per group
 _RATE_WINDOW_S = 10.0
 
@@ -76,6 +79,8 @@ class Group:
     reported_s: float = 0.0
     draft_group_id: str = ""
     epoch: Epoch = _NO_EPOCH
+    last_error: str = ""  # why it died, or did not start, last
+    num_failed_starts: int = 0  # since it was ready
     sent: dict[ReqId, _Sent] = field(default_factory=dict)
     prefixes: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
 
@@ -150,8 +155,11 @@ class ControllerState:
         if known is not None and known.status != "dead":
             return []
         # The epoch outlives the process: an answer of the earlier one must not fit a later one.
-        epoch = known.epoch if known is not None else _NO_EPOCH
-        self._groups[event.group_id] = Group(event.group_id, event.role, event.tp_size, epoch=epoch)
+        group = Group(event.group_id, event.role, event.tp_size)
+        if known is not None:
+            group.epoch, group.last_error = known.epoch, known.last_error
+            group.num_failed_starts = known.num_failed_starts
+        self._groups[event.group_id] = group
         return []
 
     def _on_ready(self, event: GroupReady) -> list[Action]:
@@ -159,6 +167,7 @@ class ControllerState:
         if group is None or group.status != "starting":
             return []
         group.status, group.address, group.num_pages = "ready", event.address, event.num_pages
+        group.num_failed_starts = 0
         return self._pair()
 
     def _on_died(self, event: GroupDied) -> list[Action]:
@@ -166,6 +175,8 @@ class ControllerState:
         if group is None:
             return []
         group.status, group.address, group.load = "dead", "", None
+        group.last_error = event.reason or group.last_error
+        group.num_failed_starts += event.was_starting
         # Their fronts see the streams break and submit again, with what they have received.
         for req_id in list(group.sent):
             self._forget(req_id)
@@ -174,7 +185,23 @@ class ControllerState:
                 if target.draft_group_id == group.group_id:
                     target.draft_group_id = ""
         group.draft_group_id = ""
+        if (lost := self._why_lost()) is not None:
+            return [self._refuse(req.req_id, lost) for req in list(self._queue)] + self._pair()
         return self._pair()
+
+    def _why_lost(self) -> Unavailable | None:
+        """Set while no target group is up and none will be by waiting."""
+        targets = [g for g in self.groups if g.role == "target"]
+        if not targets or any(
+            g.status in ("ready", "draining") or g.num_failed_starts < MAX_FAILED_STARTS
+            for g in targets
+        ):
+            return None
+        causes = "; ".join(
+            f"{g.group_id} did not start {g.num_failed_starts} times: {g.last_error}"
+            for g in targets
+        )
+        return Unavailable(f"no group of the model is up: {causes}")
 
     def _pair(self) -> list[Action]:
         """Gives each ready target a ready draft, the least shared one, and evens the shares out."""
@@ -256,6 +283,8 @@ class ControllerState:
             return [again]
         if req.deadline_s is not None and req.deadline_s <= now_s:
             return [Refuse(req.req_id, DeadlineExceeded("the deadline has passed", "queue"))]
+        if (lost := self._why_lost()) is not None:
+            return [Refuse(req.req_id, lost)]
         if (too_long := self._refuse_if_hopeless(req)) is not None:
             return [too_long]
         loads = self._loads(now_s)

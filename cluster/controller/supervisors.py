@@ -40,28 +40,46 @@ _STABLE_S = 60.0  # a life this long makes the next pause short again
 
 
 class Pauses:
-    """How long to wait before each new start: doubled by every short life."""
+    """How long to wait before each new start: doubled by every short life.
+
+    `attempt` is the number of the start that comes next; a long life is followed by the second.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._next_s = _FIRST_PAUSE_S
         self._began_s = clock.monotonic()
+        self.attempt = 1
 
     def begin(self) -> None:
         self._began_s = self._clock.monotonic()
 
     def next_s(self) -> float:
         if self._clock.monotonic() - self._began_s >= _STABLE_S:
-            self._next_s = _FIRST_PAUSE_S
+            self._next_s, self.attempt = _FIRST_PAUSE_S, 1
+        self.attempt += 1
         pause_s = self._next_s
         self._next_s = min(2 * self._next_s, _MAX_PAUSE_S)
         return pause_s
+
+
+def _ended(what: str, reason: object, pauses: Pauses, pause_s: float, *, was_up: bool) -> str:
+    verb = "died" if was_up else "did not start"
+    return (
+        f"{what} {verb}: {str(reason).rstrip('.')}; starting it again in {pause_s:g} s "
+        f"(attempt {pauses.attempt})"
+    )
+
+
+def _is_back(what: str, down_s: float) -> str:
+    return f"{what} is ready again after {down_s:.0f} s"
 
 
 class GroupSupervisor:
     """
     Args:
         emit: takes the events of this group's life.
+        say: told in a line of every death and of every return; of the first start only `emit` is.
         plan: where it goes on its first start; later ones look at the cluster as it is then.
     """
 
@@ -71,6 +89,7 @@ class GroupSupervisor:
         plan: GroupPlan,
         *,
         emit: Callable[[Event], None],
+        say: Callable[[str], None],
         threads_per_rank: int,
         placement_timeout_s: float,
         start_timeout_s: float,
@@ -80,6 +99,7 @@ class GroupSupervisor:
         self.first_start: asyncio.Future[LeaderInfo] = asyncio.get_running_loop().create_future()
         self._plan: GroupPlan | None = plan
         self._emit = emit
+        self._say = say
         self._threads_per_rank = threads_per_rank
         self._placement_timeout_s = placement_timeout_s
         self._start_timeout_s = start_timeout_s
@@ -97,26 +117,36 @@ class GroupSupervisor:
 
     async def _run(self) -> None:
         pauses = Pauses(self._clock)
+        died_s: float | None = None
         while not self._is_stopping:
             group_id = self.spec.group_id
             self._emit(GroupStarting(group_id, self.spec.role, self.spec.settings.tp_size))
+            reason: object
+            was_up = False
             try:
                 group = await self._start()
             except PacelineError as error:
-                self._emit(GroupDied(group_id))
+                reason = error
+                self._emit(GroupDied(group_id, str(error), was_starting=True))
                 if not self.first_start.done():
                     self.first_start.set_exception(error)
                     return
                 log.error("group did not start again group=%s: %s", group_id, error)
             else:
                 pauses.begin()
-                reason = await group.wait_until_over()
-                self._emit(GroupDied(group_id))
+                if died_s is not None:
+                    self._say(_is_back(group_id, self._clock.monotonic() - died_s))
+                was_up = True
+                reason = await group.wait_until_over() or "it was stopped from outside"
+                died_s = self._clock.monotonic()
+                self._emit(GroupDied(group_id, str(reason)))
                 await self._clear(is_graceful=False)
                 if not self._is_stopping:
                     log.error("group died group=%s: %s", group_id, reason)
             if not self._is_stopping:
-                await asyncio.sleep(pauses.next_s())
+                pause_s = pauses.next_s()
+                self._say(_ended(group_id, reason, pauses, pause_s, was_up=was_up))
+                await asyncio.sleep(pause_s)
 
     async def drain(self, timeout_s: float) -> int:
         """Of the leader, if it lives; how many reqs were aborted at the limit."""
@@ -202,13 +232,26 @@ def num_threads(plan: GroupPlan, nodes: list[NodeView], threads_per_rank: int) -
 
 
 class FrontSupervisor:
-    def __init__(self, spec: FrontSpec, *, node_id: str, clock: Clock | None = None) -> None:
+    """
+    Args:
+        say: told in a line of every death and of every return.
+    """
+
+    def __init__(
+        self,
+        spec: FrontSpec,
+        *,
+        node_id: str,
+        say: Callable[[str], None],
+        clock: Clock | None = None,
+    ) -> None:
         self.addresses: tuple[str, str] | None = None  # gRPC, HTTP; None while it is down
         self.first_start: asyncio.Future[tuple[str, str]] = (
             asyncio.get_running_loop().create_future()
         )
         self._spec = spec
         self._node_id = node_id
+        self._say = say
         self._clock = clock or SystemClock()
         self._actor: Any = None  # Any: Ray's handles have their methods at run time only
         self._task: asyncio.Task[None] | None = None
@@ -225,10 +268,14 @@ class FrontSupervisor:
 
     async def _run(self) -> None:
         pauses = Pauses(self._clock)
+        died_s: float | None = None
         while not self._is_stopping:
+            reason: object
+            was_up = False
             try:
                 self.addresses = await self._start()
             except PacelineError as error:
+                reason = error
                 self._kill()
                 if not self.first_start.done():
                     self.first_start.set_exception(error)
@@ -239,10 +286,16 @@ class FrontSupervisor:
                 self._keep_ports(self.addresses)
                 if not self.first_start.done():
                     self.first_start.set_result(self.addresses)
-                await self._watch()
+                if died_s is not None:
+                    self._say(_is_back(self.name, self._clock.monotonic() - died_s))
+                was_up = True
+                reason = await self._watch()
+                died_s = self._clock.monotonic()
             self.addresses = None
             if not self._is_stopping:
-                await asyncio.sleep(pauses.next_s())
+                pause_s = pauses.next_s()
+                self._say(_ended(self.name, reason, pauses, pause_s, was_up=was_up))
+                await asyncio.sleep(pause_s)
 
     async def stop(self, grace_s: float) -> int:
         """Lets its requests end for `grace_s`; how many were aborted."""
@@ -285,14 +338,18 @@ class FrontSupervisor:
         grpc_address, http_address = await self._call(self._actor.start.remote())
         return str(grpc_address), str(http_address)
 
-    async def _watch(self) -> None:
+    async def _watch(self) -> object:
+        """Why it ended."""
+        reason: object = "it was stopped from outside"
         try:
             await self._call(self._actor.run.remote())
         except PacelineError as error:
+            reason = error
             if not self._is_stopping:
                 log.error("front died front=%s: %s", self.name, error)
         if not self._is_stopping:
             self._kill()
+        return reason
 
     def _keep_ports(self, addresses: tuple[str, str]) -> None:
         """A front that starts again is found where it was."""

@@ -406,6 +406,7 @@ class GroupInfo(_message.Message):
     DRAFT_GROUP_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group's id."""
     role: _builtins.str
@@ -428,6 +429,8 @@ class GroupInfo(_message.Message):
     """Draft group it is paired with, if any."""
     epoch: _builtins.int
     """Of the speculation pairing; 0 without one."""
+    last_error: _builtins.str
+    """Why it died, or could not start, last; empty when it never did."""
     @_builtins.property
     def draft(self) -> _common_pb2.DraftHealth:
         """As of its last report; of a target that has, or had, a draft."""
@@ -447,10 +450,11 @@ class GroupInfo(_message.Message):
         draft_group_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         draft: _common_pb2.DraftHealth | None = ...,
+        last_error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draft", b"draft", "draft_group_id", b"draft_group_id", "epoch", b"epoch", "group_id", b"group_id", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_running_reqs", b"num_running_reqs", "num_waiting_reqs", b"num_waiting_reqs", "role", b"role", "state", b"state", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draft", b"draft", "draft_group_id", b"draft_group_id", "epoch", b"epoch", "group_id", b"group_id", "last_error", b"last_error", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_running_reqs", b"num_running_reqs", "num_waiting_reqs", b"num_waiting_reqs", "role", b"role", "state", b"state", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

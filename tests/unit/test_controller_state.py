@@ -19,7 +19,12 @@ from paceline.cluster.controller.events import (
     ReqSubmitted,
     Tick,
 )
-from paceline.cluster.controller.state import LEASE_S, REPORT_TIMEOUT_S, ControllerState
+from paceline.cluster.controller.state import (
+    LEASE_S,
+    MAX_FAILED_STARTS,
+    REPORT_TIMEOUT_S,
+    ControllerState,
+)
 from paceline.cluster.scheduling.admission import AdmissionLimits
 from paceline.cluster.scheduling.dispatch import GroupLoad, WaitingReq
 from paceline.worker.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
@@ -241,3 +246,37 @@ def test_a_pairing_is_over_when_either_side_dies(state: ControllerState, dead: s
     assert not state.is_paired(pairing)
     bring_up(state, dead, "target" if dead == "t0" else "draft")
     assert not state.is_paired(pairing)  # the next one has its own epoch
+
+
+def fail_starts(state: ControllerState, group: str, num: int) -> list[Action]:
+    actions: list[Action] = []
+    for _ in range(num):
+        state.handle(GroupStarting(group, "target", 1), 1.0)
+        actions += state.handle(GroupDied(group, "no such model", was_starting=True), 1.0)
+    return actions
+
+
+def test_reqs_are_refused_with_the_cause_once_no_target_can_start(state: ControllerState) -> None:
+    bring_up(state)
+    state.handle(GroupDied("t0", "killed"), 1.0)
+    state.handle(ReqSubmitted(req("waiting")), 1.0)
+    assert fail_starts(state, "t0", MAX_FAILED_STARTS - 1) == []
+    (refused,) = fail_starts(state, "t0", 1)
+    state.handle(GroupStarting("t0", "target", 1), 1.0)  # the next try changes nothing yet
+    (at_once,) = state.handle(ReqSubmitted(req("new")), 1.0)
+    for action, name in ((refused, "waiting"), (at_once, "new")):
+        assert isinstance(action, Refuse)
+        assert action.req_id == name
+        assert isinstance(action.error, Unavailable)
+        assert "t0 did not start 3 times: no such model" in str(action.error)
+    assert state.num_queued_reqs == 0
+    bring_up(state)
+    assert isinstance(state.handle(ReqSubmitted(req("later")), 1.0)[0], Assign)
+    assert state.groups[0].last_error == "no such model"
+
+
+def test_reqs_wait_while_another_target_may_still_start(state: ControllerState) -> None:
+    state.handle(GroupStarting("t1", "target", 1), 0.0)
+    state.handle(ReqSubmitted(req("a")), 0.0)
+    assert fail_starts(state, "t0", MAX_FAILED_STARTS) == []
+    assert state.num_queued_reqs == 1
