@@ -12,17 +12,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 
 from paceline.cluster.config import CONTROLLER_NAME, ClusterConfig
 from paceline.cluster.controller.actor import Controller
 from paceline.cluster.group.spawn import brief, unwrap
 from paceline.cluster.preflight import check_local_ports, resolve_models
+from paceline.cluster.ray_processes import (
+    Core,
+    Process,
+    abandon_ray,
+    descendants,
+    in_groups_of_their_own,
+)
 from paceline.worker.errors import ConfigError, PacelineError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -33,6 +39,7 @@ Progress = Callable[[str, str, float], None]
 _POLL_S = 0.2
 _STOP_MARGIN_S = 30.0  # beyond the drain, for processes to end
 _EXIT_S = 10.0  # for processes to be gone once told
+_NOTICE_S = 1.0  # between the end of a controller and that of the Ray under it
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024  # nothing of ours goes through it
 
 
@@ -43,25 +50,7 @@ class StopReport:
     num_aborted: int  # requests
     num_processes: int  # that had been running and are gone
     leftover_pids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """A pid and when it began: a number that was given to another process is not it."""
-
-    pid: int
-    create_time: float
-
-    @property
-    def is_alive(self) -> bool:
-        try:
-            process = psutil.Process(self.pid)
-            return (
-                process.create_time() == self.create_time
-                and process.status() != psutil.STATUS_ZOMBIE
-            )
-        except psutil.NoSuchProcess:
-            return False
+    is_ray_lost: bool = False  # its own processes ended first, so nothing could be drained
 
 
 @dataclass(slots=True)
@@ -73,6 +62,7 @@ class Deployment:
     http_addresses: tuple[str, ...]
     _controller: Any  # Any: Ray's handles have their methods at run time only
     _session: "_RaySession"
+    log_dir: str = ""  # of Ray on this machine
     _has_stopped: bool = field(default=False)
 
     @property
@@ -91,11 +81,23 @@ class Deployment:
 
     def is_alive(self) -> bool:
         """Whether the controller answers."""
+        if self._session.is_broken():
+            return False
         try:
             _get(self._controller.pid.remote(), 5.0)
         except PacelineError:
             return False
         return True
+
+    def news(self) -> list[str]:
+        """What died, did not start again or came back since the last call, a line each."""
+        if self._session.is_broken():
+            return []
+        try:
+            lines: list[str] = _get(self._controller.news.remote(), 5.0)
+        except PacelineError:
+            return []
+        return lines
 
     def stop(
         self, drain_s: float | None = None, hurry: threading.Event | None = None
@@ -112,9 +114,12 @@ class Deployment:
         if drain_s is None:
             drain_s = self.config.ray.shutdown_timeout_s
         processes = self._session.processes()
-        num_aborted = _shut_down(self._controller, drain_s, hurry or threading.Event())
+        num_aborted = _shut_down(
+            self._controller, self._session, drain_s, hurry or threading.Event()
+        )
+        is_ray_lost = self._session.is_broken()
         self._session.close()
-        return _report_exit(processes, num_aborted)
+        return replace(_report_exit(processes, num_aborted), is_ray_lost=is_ray_lost)
 
 
 def start(
@@ -143,7 +148,7 @@ def start(
         addresses = _wait_started(controller, config, tell)
     except BaseException:
         if controller is not None:
-            _shut_down(controller, 0.0, threading.Event())
+            _shut_down(controller, session, 0.0, threading.Event())
         processes = session.processes()
         session.close()
         # Ray ends what it knows. Of a start that was broken off it knows nothing.
@@ -155,6 +160,7 @@ def start(
         http_addresses=tuple(http_address for _, http_address in addresses),
         _controller=controller,
         _session=session,
+        log_dir=session.log_dir(),
     )
 
 
@@ -165,6 +171,7 @@ class _RaySession:
         self._config = config
         self._tell = tell
         self._work_dir: Path | None = None
+        self._core: Core | None = None  # of a local cluster
         self._is_ours = False  # whether `close` disconnects
         self.is_open = False  # whether Ray has all of its processes and this connection
         self.is_local = False  # whether `close` ends the cluster
@@ -200,7 +207,8 @@ class _RaySession:
         self._is_ours = True
         self.is_local = not settings.address
         try:
-            ray.init(**options)
+            with in_groups_of_their_own():
+                ray.init(**options)
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             lines = str(error).strip().splitlines() or [repr(error)]
             if settings.address:
@@ -211,22 +219,29 @@ class _RaySession:
                 ) from error
             raise Unavailable(f"Ray cannot be started on this machine: {lines[0]}") from error
         self.is_open = True
+        if self.is_local:
+            self._core = Core()
         self._tell("ray", "ready", 1.0)
 
-    def processes(self) -> list[_Process]:
+    def processes(self) -> list[Process]:
         """All processes of the local cluster; none of a joined one, which is not ours to judge."""
         if not self.is_local:
             return []
-        found = []
-        for process in psutil.Process().children(recursive=True):
-            try:
-                found.append(_Process(process.pid, process.create_time()))
-            except psutil.NoSuchProcess:
-                continue
-        return found
+        return descendants()
+
+    def log_dir(self) -> str:
+        """Where the processes of this machine write their logs; of another, at the same place."""
+        node = getattr(ray._private.worker, "_global_node", None)
+        return str(node.get_logs_dir_path()) if node is not None else "Ray's session directory"
+
+    def is_broken(self) -> bool:
+        """Whether the local Ray lost a process without which calls into it block."""
+        return self._core is not None and self._core.is_lost()
 
     def close(self) -> None:
-        if self._is_ours:
+        if self._is_ours and self.is_broken():
+            abandon_ray()
+        elif self._is_ours:
             ray.shutdown()
         if self._work_dir is not None:
             shutil.rmtree(self._work_dir, ignore_errors=True)
@@ -281,13 +296,20 @@ def _wait_started(
         progress = controller.progress.remote()
 
 
-def _shut_down(controller: Any, drain_s: float, hurry: threading.Event) -> int:  # Any: as above
-    """Ends all that the controller started, then itself. Returns the number of aborted requests."""
+def _shut_down(
+    controller: Any, session: _RaySession, drain_s: float, hurry: threading.Event
+) -> int:  # Any: as above
+    """Ends all that the controller started, then itself. Returns the number of aborted requests.
+
+    Without a Ray it does nothing: what runs is ended with the session.
+    """
+    if session.is_broken():
+        return 0
     num_aborted = 0
     ended = controller.shutdown.remote(drain_s)
     give_up_s = time.monotonic() + drain_s + _STOP_MARGIN_S
     was_hurried = False
-    while time.monotonic() < give_up_s:
+    while time.monotonic() < give_up_s and not session.is_broken():
         try:
             ready, _ = ray.wait([ended], timeout=_POLL_S)
             if ready:
@@ -295,17 +317,22 @@ def _shut_down(controller: Any, drain_s: float, hurry: threading.Event) -> int: 
                 break
         except (PacelineError, ray.exceptions.RayError) as error:
             log.warning("controller did not end by itself: %s", error)
+            # Perhaps somebody ends all processes, and Ray's own end a moment later.
+            notice_s = time.monotonic() + _NOTICE_S
+            while time.monotonic() < notice_s and not session.is_broken():
+                time.sleep(0.05)
             break
         if hurry.is_set() and not was_hurried:
             was_hurried = True
             give_up_s = min(give_up_s, time.monotonic() + 1.0)
-    # What it created belongs to it and ends with it.
-    ray.kill(controller)
+    if not session.is_broken():
+        # What it created belongs to it and ends with it.
+        ray.kill(controller)
     return num_aborted
 
 
 def _report_exit(
-    processes: list[_Process], num_aborted: int, grace_s: float = _EXIT_S
+    processes: list[Process], num_aborted: int, grace_s: float = _EXIT_S
 ) -> StopReport:
     """Waits for processes to be gone and ends those that are not."""
     give_up_s = time.monotonic() + grace_s
@@ -316,10 +343,7 @@ def _report_exit(
     for process in alive:
         if grace_s:
             log.warning("process outlived its deployment and is killed pid=%d", process.pid)
-        try:
-            psutil.Process(process.pid).kill()
-        except psutil.NoSuchProcess:
-            continue
+        process.kill()
     if alive:
         time.sleep(0.2)
     leftover = tuple(process.pid for process in alive if process.is_alive)

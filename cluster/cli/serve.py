@@ -1,5 +1,6 @@
 """`paceline serve`: a deployment here or on a Ray cluster, until Ctrl-C, then a drain."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -210,6 +211,7 @@ def run_server(config: "ClusterConfig") -> None:
     from paceline.cluster.cli.progress import StartProgress
     from paceline.cluster.cli.signals import StopSignals
     from paceline.cluster.launch import start
+    from paceline.worker.errors import Unavailable
 
     with StopSignals() as signals:
         with StartProgress() as progress:
@@ -223,8 +225,11 @@ def run_server(config: "ClusterConfig") -> None:
         signals.begin_serving()
         print(f"serving {config.names[0]}: {_where(deployment)}", flush=True)
         _say("Ctrl-C lets running requests end and stops; a second one stops at once.")
+        logs = deployment.log_dir
         is_lost = False
         while not signals.asked.wait(_ALIVE_PERIOD_S):
+            for line in deployment.news():
+                _say(line)
             if not deployment.is_alive():
                 is_lost = True
                 break
@@ -232,10 +237,18 @@ def run_server(config: "ClusterConfig") -> None:
             _say(f"draining for {config.ray.shutdown_timeout_s:g} s at most")
         report = deployment.stop(0.0 if is_lost else None, signals.hurry)
         _say(describe_stop(report))
+        if report.is_ray_lost:
+            _say(
+                "paceline: Ray's own processes ended, and the deployment with them, so nothing was "
+                "drained; a service manager must signal this process alone (systemd: "
+                f"KillMode=mixed); Ray's logs: {logs}"
+            )
+            sys.stdout.flush()
+            os._exit(1)  # Ray's library crashes at an orderly exit once its GCS is gone
         if is_lost:
-            from paceline.worker.errors import Unavailable
-
-            raise Unavailable("the controller died, and the deployment with it; its log says why")
+            raise Unavailable(
+                f"the controller died, and the deployment with it; its log says why: {logs}"
+            )
         if report.leftover_pids:
             raise typer.Exit(1)
         raise typer.Exit(130 if signals.first is signal.SIGINT else 0)

@@ -1,15 +1,18 @@
 """StopSignals: what Ctrl-C and SIGTERM mean to a command that serves.
 
 While it starts, the first one breaks the start off. While it serves, the first one asks for a
-drain and the second for an end at once.
+drain and the second for an end at once. `timeout` signals its command and then the group with the
+command in it: what comes that close together was asked once.
 """
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME_S = 0.1  # no person is that quick
 
 
 class StopSignals:
@@ -17,6 +20,7 @@ class StopSignals:
         self.asked = threading.Event()  # to stop
         self.hurry = threading.Event()  # to stop at once
         self.first: signal.Signals | None = None
+        self._first_s = 0.0  # when it came
         self._is_starting = True
         self._before: dict[signal.Signals, Any] = {}  # Any: what signal.signal returns
 
@@ -43,10 +47,12 @@ class StopSignals:
         self._is_starting = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
         if self.first is not None:
-            self.hurry.set()
+            if number != self.first or now_s - self._first_s > _SAME_S:
+                self.hurry.set()
             return
-        self.first = signal.Signals(number)
+        self.first, self._first_s = signal.Signals(number), now_s
         self.asked.set()
         if self._is_starting:
             raise KeyboardInterrupt

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paceline.cluster.cli import main as cli
 from paceline.cluster.client import PacelineClient
 from paceline.worker.errors import Unavailable
 from tests.polling import wait_for
@@ -119,7 +122,11 @@ async def test_sigterm_drains_and_a_second_one_ends_at_once(
         answers = [asyncio.create_task(stream(server, event)) for event in begun]
         await asyncio.gather(*(event.wait() for event in begun))
         server.process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(wait_for, lambda: "draining" in server.text())
+        sent_s = time.monotonic()
+        await asyncio.to_thread(
+            wait_for,  # two at once would be one
+            lambda: "draining" in server.text() and time.monotonic() - sent_s > 0.2,
+        )
         server.process.send_signal(signal.SIGTERM)
         results = await asyncio.gather(*answers, return_exceptions=True)
         assert await asyncio.to_thread(server.wait_gone) == 0
@@ -158,6 +165,87 @@ def test_killed_server_takes_its_processes_with_it(tiny_model: Path, tmp_path: P
         # Two agents of Ray's own look for their parent only now and then.
         agents = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
         assert server.wait_gone(but=agents) == -signal.SIGKILL
+
+
+async def test_a_lost_group_is_told_of_and_its_return_too(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    with serving(tmp_path / "log", str(model)) as server:
+        wait_ready(server)
+        (model / "config.json").rename(tmp_path / "config.json")
+        for process, name in server.family:
+            if name.startswith("ray::GroupLeader"):
+                process.kill()
+        begun = asyncio.Event()
+        waiting = asyncio.create_task(stream(server, begun))
+        await asyncio.to_thread(wait_for, lambda: "(attempt 5)" in server.text(), 60.0)
+        # Who waited and who comes now: neither waits for what cannot be.
+        for answer in (waiting, stream(server, begun)):
+            with pytest.raises(Unavailable, match=r"target-0 did not start \d+ times: .*config"):
+                await asyncio.wait_for(answer, 10.0)
+        command = ["status", "--address", server.grpc_address]
+        assert await asyncio.to_thread(cli.run, command) == 0
+        assert "target-0: last error: " in capsys.readouterr().out
+        (tmp_path / "config.json").rename(model / "config.json")
+        back = re.compile(r"target-0 is ready again after \d+ s\n")
+        await asyncio.to_thread(wait_for, lambda: back.search(server.text()), 60.0)
+        assert await asyncio.wait_for(stream(server, begun), 30.0) == NUM_TOKENS
+        server.note_family()
+        text = server.text()
+    assert re.search(
+        r"target-0 died: .*; starting it again in 0.2 s \(attempt 2\)\n"
+        r"target-0 did not start: .*config.*; starting it again in 0.4 s \(attempt 3\)\n"
+        r"target-0 did not start: .*config.*; starting it again in 0.8 s \(attempt 4\)\n",
+        text,
+    )
+
+
+def test_a_lost_front_is_told_of_and_its_return_too(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", str(tiny_model)) as server:
+        wait_ready(server)
+        for process, name in server.family:
+            if name.startswith("ray::FrontActor"):
+                process.kill()
+        wait_for(lambda: "front-0 is ready again after " in server.text(), 60.0)
+        server.note_family()
+        assert re.search(r"front-0 died: .*\(attempt 2\)\n", server.text())
+
+
+@pytest.mark.parametrize("num_signals", [1, 2], ids=["a shell", "timeout: itself, then the group"])
+async def test_sigterm_to_the_whole_group_drains(
+    tiny_model: Path, tmp_path: Path, num_signals: int
+) -> None:
+    with serving(tmp_path / "log", str(tiny_model)) as server:
+        wait_ready(server)
+        begun = asyncio.Event()
+        answer = asyncio.create_task(stream(server, begun))
+        await begun.wait()
+        for _ in range(num_signals):
+            os.killpg(server.process.pid, signal.SIGTERM)
+        assert await answer == NUM_TOKENS
+        assert await asyncio.to_thread(server.wait_gone) == 0
+        text = server.text()
+    assert re.search(r"stopped: all \d+ processes are gone\n", text)
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_server_whose_ray_was_ended_from_outside_ends_within_seconds(
+    tiny_model: Path, tmp_path: Path, name: str
+) -> None:
+    with serving(tmp_path / "log", str(tiny_model)) as server:
+        wait_ready(server)
+        for process, process_name in server.family:
+            if process_name == name:
+                process.terminate()
+        server.process.terminate()
+        began_s = time.monotonic()
+        assert server.wait_gone() == 1
+        assert time.monotonic() - began_s < 10.0
+        text = server.text()
+    assert "KillMode=mixed" in text
+    assert "/logs" in text
+    assert "Traceback" not in text
 
 
 @pytest.mark.parametrize(
