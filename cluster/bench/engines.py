@@ -1,12 +1,11 @@
 """The two sides of `bench cpu` in one process: our step loop, and transformers' generate."""
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster.group.step_loop import NewReq, ReqEvent, StepLoop
+from paceline.cluster.group.step_loop import NewReq, ReqEvent, Sink, StepLoop
 from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig, WorkerConfig
 from paceline.worker.models.registry import load_model_config
 from paceline.worker.step import ReqId, SamplingParams, SamplingRow, StepPlan, StepReply
@@ -53,7 +52,11 @@ class _TimedExecutor:
 
 
 class LoopEngine:
-    """Our executor and step loop at TP=1, without any process or network in between."""
+    """Our executor and step loop at TP=1, without any process or network in between.
+
+    Steps run on the caller's thread, as transformers does: a second thread that computes would
+    have OpenMP threads of its own, and with more of these than cores neither pool may wait awake.
+    """
 
     def __init__(self, model_dir: Path, *, dtype: str, max_model_len: int) -> None:
         model = load_model_config(str(model_dir), max_model_len=max_model_len, dtype=dtype)
@@ -68,8 +71,6 @@ class LoopEngine:
             max_model_len=model.max_model_len,
             eos_token_ids=model.eos_token_ids,
         )
-        self._thread = threading.Thread(target=self._loop.run, name="step-loop", daemon=True)
-        self._thread.start()
         self._num_runs = 0
 
     @property
@@ -85,34 +86,29 @@ class LoopEngine:
         Raises TimeoutError: RUN_LIMIT_S passed. RuntimeError: a request failed.
         """
         outputs: list[list[int]] = [[] for _ in prompts]
-        first = threading.Event()
-        first_at = [0.0]
-        left = threading.Semaphore(0)
+        first_at: list[float] = []
         errors: list[Exception] = []
 
-        def sink_for(i: int):  # type: ignore[no-untyped-def]  # a closure per request
+        def sink_for(output_ids: list[int]) -> Sink:
             def sink(event: ReqEvent) -> None:
-                if event.new_ids and not first.is_set():
-                    first_at[0] = time.perf_counter()
-                    first.set()
-                outputs[i].extend(event.new_ids)
+                if event.new_ids and not first_at:
+                    first_at.append(time.perf_counter())
+                output_ids.extend(event.new_ids)
                 if event.error is not None:
                     errors.append(event.error)
-                if event.finish_reason is not None or event.error is not None:
-                    left.release()
 
             return sink
 
         first_step, execute_s = self._loop.step_id, self._timed.execute_s
         start = time.perf_counter()
-        for i, prompt in enumerate(prompts):
+        for i, (prompt, output_ids) in enumerate(zip(prompts, outputs, strict=True)):
             params = SamplingParams(
                 seed=i, max_tokens=max_tokens, temperature=temperature, ignore_eos=True
             )
             req_id = ReqId(f"bench-{self._num_runs}-{i}")
-            self._loop.submit(NewReq(req_id, list(prompt), [], params), sink_for(i))
-        for _ in prompts:
-            if not left.acquire(timeout=RUN_LIMIT_S):
+            self._loop.submit(NewReq(req_id, list(prompt), [], params), sink_for(output_ids))
+        while self._loop.step_once():
+            if time.perf_counter() - start > RUN_LIMIT_S:
                 raise TimeoutError(f"{len(prompts)} requests did not end in {RUN_LIMIT_S:g} s")
         elapsed = time.perf_counter() - start
         self._num_runs += 1
@@ -121,14 +117,13 @@ class LoopEngine:
         return RunResult(
             outputs,
             elapsed,
-            first_token_s=first_at[0] - start,
+            first_token_s=first_at[0] - start if first_at else 0.0,
             execute_s=self._timed.execute_s - execute_s,
             num_steps=self._loop.step_id - first_step,
         )
 
     def close(self) -> None:
         self._loop.stop()
-        self._thread.join(timeout=10)
         self._executor.shutdown()
 
 

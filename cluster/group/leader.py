@@ -6,7 +6,7 @@ and then `run`, which lasts as long as the group serves.
 
 import asyncio
 import logging
-import threading
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,7 @@ class GroupLeader:
         self._config: WorkerConfig | None = None
         self._executor: Executor | None = None
         self._loop: StepLoop | None = None
-        self._loop_thread: threading.Thread | None = None
+        self._stepping: Future[None] | None = None
         self._vocab_hash = b""
         self._epoch = 0
         self._attach_lock = asyncio.Lock()
@@ -72,7 +72,9 @@ class GroupLeader:
 
         Raises: ConfigError, NotFound, Unavailable: as `build_executor`.
         """
-        drafter = await asyncio.to_thread(self._build, rendezvous)
+        drafter = await asyncio.get_running_loop().run_in_executor(
+            self._start.device_thread, self._build, rendezvous
+        )
         assert self._config is not None
         assert self._executor is not None
         self._loop = self._make_loop(self._config, self._executor, drafter)
@@ -95,10 +97,7 @@ class GroupLeader:
         """Steps until `stop`. Raises: Unavailable: the loop failed, and with it the group."""
         assert self._loop is not None, "run before build"
         aio_loop = asyncio.get_running_loop()
-        self._loop_thread = threading.Thread(
-            target=self._run_loop, args=(self._loop, aio_loop), name="step-loop", daemon=True
-        )
-        self._loop_thread.start()
+        self._stepping = self._start.device_thread.submit(self._run_loop, self._loop, aio_loop)
         reports = asyncio.create_task(self._reporter.run())
         ended = asyncio.create_task(self._has_ended.wait())
         try:
@@ -125,8 +124,8 @@ class GroupLeader:
         if self._loop is not None:
             await asyncio.to_thread(self._loop.stop)
             await self._server.stop(1.0)
-        if self._loop_thread is not None:
-            await asyncio.to_thread(self._loop_thread.join, _STOP_S)
+        if self._stepping is not None:
+            await asyncio.to_thread(wait, (self._stepping,), _STOP_S)
         if self._executor is not None:
             await asyncio.to_thread(self._executor.shutdown)
 
@@ -145,7 +144,7 @@ class GroupLeader:
         self._reporter.note_change()
         log.info("pairing changed draft=%s address=%s epoch=%d", draft_group_id, address, epoch)
 
-    # ---- building, on a thread
+    # ---- building, on the device thread
 
     def _build(self, rendezvous: str) -> "Drafter | None":
         from paceline.worker.spec.vocab import vocab_hash

@@ -33,14 +33,18 @@ class GroupRank:
 
     async def build(self, rendezvous: str) -> None:
         """Raises: ConfigError, NotFound, Unavailable: as `build_executor`."""
-        self._executor = await asyncio.to_thread(self._build, rendezvous)
+        self._executor = await asyncio.get_running_loop().run_in_executor(
+            self._start.device_thread, self._build, rendezvous
+        )
 
     async def run(self) -> None:
         """Follows until the leader ends the group; a follower that loses its leader is of no use
         and ends its process."""
         assert self._executor is not None, "run before build"
         try:
-            await asyncio.to_thread(self._executor.follow)
+            await asyncio.get_running_loop().run_in_executor(
+                self._start.device_thread, self._executor.follow
+            )
         except PacelineError as error:
             tp_rank = self._start.settings.tp_rank
             log.error("follower lost its leader tp_rank=%d: %s", tp_rank, error)
