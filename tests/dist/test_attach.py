@@ -35,3 +35,4 @@ async def test_a_leader_is_told_once() -> None:
 async def test_a_leader_that_is_gone_is_not_called_for_ever() -> None:
     answers = iter([True, True, False])
     await asyncio.wait_for(attach(pairing("127.0.0.1:1"), lambda action: next(answers)), 10.0)
+    assert list(answers) == [], "it gave up while the pairing was still true"
