@@ -6,7 +6,7 @@ alone. Neither holds a tensor. `Batch` (worker/batch.py) is the device form of a
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NewType
+from typing import NewType, Protocol
 
 import msgspec
 
@@ -22,6 +22,7 @@ class Phase(IntEnum):
     DECODE = 1  # one token
     VERIFY = 2  # a target's draft tree or chain
     DRAFT = 3  # a draft's own growth of a tree
+    SPECULATE = 4  # a colocated draft grows a tree behind the root, the target verifies it
 
 
 class FinishReason(IntEnum):
@@ -78,6 +79,10 @@ class ReqStep:
     node's parent, which is smaller than its own, or -1 for a child of the prefix itself. Node `i`
     is stored at `prefix_len + i` and has position `prefix_len + depth(i)`, depth 0 under -1. A
     target's VERIFY row begins with its root (`verified_id`, parent -1).
+
+    A SPECULATE row comes without a tree: the ranks grow one of the plan's `shape`. Where steps do
+    not overlap, `prefix_len` is exact and `input_ids` is (verified_id,); where they do, it is what
+    the host knows to be committed, at most the length on the device, and `input_ids` is ().
     """
 
     req_pool_index: int
@@ -90,13 +95,27 @@ class ReqStep:
     num_cached_nodes: int = 0
     # Logit rows wanted: -1 all of the row's tokens, 0 none (a chunk before the last), n the last n.
     num_logits: int = -1
+    # Of a PREFILL row: the token behind the chunk where the req has it already (a chunk before the
+    # last), -1 where this step chooses it. A shifted draft reads it together with the chunk.
+    next_id: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SpecShape:
+    """The trees that the SPECULATE rows of one step grow; with `num_steps` 0 they grow none."""
+
+    num_steps: int  # depth
+    topk: int  # branches kept per depth
+    num_draft_tokens: int  # nodes with the root, at most
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
-    """One forward of a whole group. Rows are ordered DECODE, then VERIFY/DRAFT, then PREFILL."""
+    """One step of a whole group. Rows are ordered DECODE, then VERIFY/DRAFT/SPECULATE, then
+    PREFILL; `shape` is that of all its SPECULATE rows."""
 
     step_id: int
     rows: tuple[ReqStep, ...]
+    shape: SpecShape | None = None
 
 
 class KvMoves(msgspec.Struct, frozen=True, tag="moves"):
@@ -153,9 +172,18 @@ class RowResult:
     new_ids: tuple[int, ...] = ()  # accepted draft tokens, then the bonus token
     accept_length: int = 0  # len(new_ids) - 1 when there are any
     error: str = ""  # why there are no more tokens
+    num_proposed: int = 0  # draft tokens that were verified
 
 
 @dataclass(frozen=True, slots=True)
 class StepReply:
     step_id: int
     rows: tuple[RowResult, ...] = field(default_factory=tuple)
+
+
+class PendingStep(Protocol):
+    """A step that the leader has launched."""
+
+    def collect(self) -> StepReply:
+        """Waits for what came of it. Once."""
+        ...
