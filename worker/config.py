@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-SpecMethod = Literal["none", "ngram", "standalone"]
+SpecMethod = Literal["none", "ngram", "standalone", "eagle", "eagle3"]
+Overlap = Literal["auto", "on", "off"]
+VerifyRule = Literal["coupled", "rejection"]
+SimulatedMethod = Literal["match-expected", "multinomial"]
 KernelSetName = Literal["auto", "reference", "triton", "sgl"]
 
 
@@ -53,11 +56,36 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
+    """How drafts are made and verified; bounds and derived sizes are in worker/spec/limits.py."""
+
     method: SpecMethod = "none"
     num_steps: int = 4  # depth
     topk: int = 1  # branches kept per depth
     num_draft_tokens: int = 5  # nodes with the root; num_steps + 1 at most when topk is 1
     draft_timeout_s: float = 1.0  # lockstep: how long a step waits for proposals at most
+    draft_model: str = ""  # directory of a draft that the target's own ranks compute
+    # Of method standalone; a head needs its target's hidden states, so it is always with it.
+    placement: Literal["colocated", "decoupled"] = "decoupled"
+    overlap: Overlap = "auto"  # steps launched before the last one is read; auto: on a GPU
+    token_map: str = ""  # file of the target ids that an EAGLE-1 or -2 head may guess
+    rule: VerifyRule = "coupled"
+    threshold_single: float = 1.0  # rejection: a draft of this probability is always accepted
+    threshold_acc: float = 1.0  # rejection: siblings' probabilities are divided by it
+    adaptive: bool = True  # fewer drafts, or none, where they do not pay
+    # Tokens per step with the bonus, made up for benchmarks; 0 verifies for real.
+    simulated_accept_length: float = 0.0
+    simulated_method: SimulatedMethod = "match-expected"
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether the target's own ranks grow the drafts."""
+        if self.method == "standalone":
+            return self.placement == "colocated"
+        return self.method in ("eagle", "eagle3")
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.simulated_accept_length > 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,21 @@ import pytest
 
 from paceline.worker.config import SpecConfig
 from paceline.worker.errors import ConfigError
-from paceline.worker.spec.limits import check_spec_config, max_tree_nodes
+from paceline.worker.spec.limits import (
+    alloc_len_per_decode,
+    check_spec_config,
+    is_overlapped,
+    max_tree_nodes,
+    reserve_len,
+    settle_spec_config,
+)
 from paceline.worker.spec.vocab import vocab_hash
 
 TREE = SpecConfig("ngram", num_steps=3, topk=2, num_draft_tokens=6)
+HEAD = replace(TREE, method="eagle3", draft_model="head")
+STANDALONE = replace(TREE, method="standalone")
+COLOCATED = replace(STANDALONE, placement="colocated")
+REJECTION = replace(HEAD, rule="rejection")
 
 
 def test_one_branch_makes_the_tree_a_chain_of_num_steps() -> None:
@@ -51,6 +62,82 @@ def test_a_setting_out_of_bounds_is_named_with_its_limit(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_spec_config(replace(TREE, **changes))
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "message"),
+    [
+        (REJECTION, {"threshold_single": 1.5}, "threshold_single is 1.5; it must be in 0..1"),
+        (REJECTION, {"threshold_single": -0.1}, "threshold_single is -0.1; it must be in 0..1"),
+        (REJECTION, {"threshold_acc": float("nan")}, "threshold_acc is nan; it must be in 0..1"),
+        (HEAD, {"threshold_single": 0.5}, "rule 'coupled' knows no threshold"),
+        (HEAD, {"threshold_acc": 0.5}, "rule 'coupled' knows no threshold"),
+        (HEAD, {"simulated_accept_length": 0.5}, "must be in 1..4"),
+        (HEAD, {"simulated_accept_length": 4.1}, "must be in 1..4"),
+        (HEAD, {"simulated_accept_length": -1.0}, "must be in 1..4"),
+        (HEAD, {"simulated_accept_length": float("nan")}, "must be in 1..4"),
+        (HEAD, {"token_map": "map.json"}, "an EAGLE-3 head brings its own"),
+        (STANDALONE, {"token_map": "map.json"}, "only EAGLE-1 and -2 heads take one"),
+        (TREE, {"overlap": "on"}, "method 'ngram' makes its drafts on the host"),
+        (STANDALONE, {"overlap": "on"}, "method 'standalone' makes its drafts on the host"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_with_a_way_out(
+    spec: SpecConfig, changes: dict[str, Any], message: str
+) -> None:
+    check_spec_config(spec)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_spec_config(replace(spec, **changes))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        replace(REJECTION, threshold_single=0.0, threshold_acc=0.0),
+        replace(HEAD, simulated_accept_length=1.0),
+        replace(HEAD, simulated_accept_length=4.0, simulated_method="multinomial"),
+        replace(HEAD, method="eagle", token_map="map.json"),
+        replace(HEAD, overlap="on"),
+        replace(COLOCATED, overlap="on"),
+    ],
+)
+def test_options_at_their_bounds_are_allowed(spec: SpecConfig) -> None:
+    check_spec_config(spec)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [2, 4, 6, 1024])
+def test_one_branch_is_made_a_whole_chain_and_said_so(
+    num_draft_tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = replace(HEAD, num_steps=4, topk=1, num_draft_tokens=5)
+    assert settle_spec_config(chain) == chain
+    assert settle_spec_config(HEAD) == HEAD
+    assert not caplog.records
+    assert settle_spec_config(replace(chain, num_draft_tokens=num_draft_tokens)) == chain
+    assert f"num_draft_tokens={num_draft_tokens}" in caplog.text
+
+
+def test_a_step_may_write_as_much_as_its_drafts_or_its_tree_whichever_is_more() -> None:
+    assert alloc_len_per_decode(replace(HEAD, num_steps=5, topk=4, num_draft_tokens=8)) == 20
+    assert alloc_len_per_decode(replace(HEAD, num_steps=5, topk=1, num_draft_tokens=6)) == 6
+
+
+def test_a_colocated_draft_reserves_a_step_or_two_where_steps_overlap() -> None:
+    for spec in (HEAD, COLOCATED):
+        assert spec.is_colocated
+        assert reserve_len(spec, overlap=False) == 6
+        assert reserve_len(spec, overlap=True) == 12
+    for spec in (TREE, STANDALONE, SpecConfig()):
+        assert not spec.is_colocated
+        assert reserve_len(spec, overlap=True) == 0
+
+
+def test_steps_overlap_on_a_gpu_unless_said_otherwise() -> None:
+    assert is_overlapped(HEAD, "cuda:0")
+    assert not is_overlapped(HEAD, "cpu")
+    assert is_overlapped(replace(HEAD, overlap="on"), "cpu")
+    assert not is_overlapped(replace(HEAD, overlap="off"), "cuda:0")
+    assert not is_overlapped(STANDALONE, "cuda:0")
 
 
 def _write_tokenizer(path: Path, vocab: Any, added: list[dict[str, Any]]) -> Path:
