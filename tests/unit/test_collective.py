@@ -114,6 +114,21 @@ def test_every_rank_gets_the_same_bits_round_after_round(use_shared_memory: bool
         assert all(torch.equal(x, other[i]) for other in others)
 
 
+@both_ways
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16])
+def test_a_tensor_of_rank_0_reaches_every_rank_in_place(
+    dtype: torch.dtype, use_shared_memory: bool
+) -> None:
+    shapes = [(), (0, 4), (3, 5), (SLOT_BYTES // 8 + 1,)]  # the last fits no slot in int64
+    with ranks(3, use_shared_memory=use_shared_memory) as group:
+        for shape in shapes:
+            own = [torch.full(shape, float(c.tp_rank + 1), dtype=dtype) for c in group]
+            got = [f.result() for f in on_all(group, lambda c, xs=own: c.broadcast(xs[c.tp_rank]))]
+            for x, y in zip(own, got, strict=True):
+                assert x is y
+                assert torch.equal(x, torch.ones(shape, dtype=dtype))
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, 4088, 4089, 100_000])
 def test_bytes_of_any_length_reach_every_rank(num_bytes: int) -> None:
     data = bytes(i % 251 for i in range(num_bytes))

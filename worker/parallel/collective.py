@@ -24,6 +24,10 @@ class Collective(ABC):
         """Concatenates [..., sizes[rank]] of all ranks on rank 0; None elsewhere."""
 
     @abstractmethod
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's values, in place; returns x. x is contiguous, of one shape and dtype on all."""
+
+    @abstractmethod
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0 passes bytes, the others None; all get rank 0's bytes."""
 

@@ -103,6 +103,14 @@ class TorchCollective(Collective):
             return None
         return torch.cat([p[..., :n] for p, n in zip(parts, sizes, strict=True)], dim=-1)
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        if self._memory is not None and self._memory.fits(x.numel(), x.dtype):
+            parts = self._exchange("broadcast", x, x.dtype)
+            return x if self.tp_rank == 0 else x.copy_(parts[0])
+        self._run("broadcast", lambda: self._group.broadcast([x], self._from_leader))
+        return x
+
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         head = bytearray(_HEAD_BYTES)
         first = _HEAD_BYTES - _LEN_BYTES
