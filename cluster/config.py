@@ -170,6 +170,7 @@ class ClusterConfig(_Section):
     )  # tokens of prompt and output; 0 takes the checkpoint's
     kernels: Literal["auto", "reference", "triton", "sgl"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    deterministic: bool = False  # the same bits whatever else is computed beside a request
     target: TargetSection = TargetSection()
     draft: DraftSection = DraftSection()
     cache: CacheSection = CacheSection()

@@ -109,3 +109,5 @@ class WorkerConfig:
     kernels: KernelSetName = "auto"
     device: str = "cpu"
     num_threads: int = 0  # torch threads; 0 leaves torch's choice
+    # A token's logits depend, bit for bit, on the tokens before it alone (docs/numerics.md).
+    deterministic: bool = False

@@ -42,6 +42,10 @@ def serve(
     ] = None,
     device: Annotated[Text, _option("--device", help="auto, cpu or cuda.")] = None,
     kernels: Annotated[Text, _option("--kernels", help="auto, reference, triton or sgl.")] = None,
+    deterministic: Annotated[
+        Flag,
+        typer.Option("--deterministic/--no-deterministic", help="Same bits in any batch; CPU."),
+    ] = None,
     tensor_parallel_size: Annotated[
         Number, _option("--tensor-parallel-size", "-tp", "--tp-size", help="Ranks of one copy.")
     ] = None,
@@ -158,6 +162,7 @@ def serve(
         "max_model_len": max_model_len,
         "device": device,
         "kernels": kernels,
+        "deterministic": deterministic,
         "target.tensor_parallel_size": tensor_parallel_size,
         "target.groups": groups,
         "draft.num_steps": speculative_num_steps,

@@ -37,6 +37,7 @@ def target_specs(config: ClusterConfig, device: str, host: str = "") -> list[Gro
                 fallback=config.draft.fallback,
                 kernels=config.kernels,
                 device=device,
+                deterministic=config.deterministic,
                 host=host,
                 namespace=config.ray.namespace,
             ),

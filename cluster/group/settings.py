@@ -43,6 +43,7 @@ class RankSettings:
     kernels: KernelSetName = "auto"
     device: str = "cpu"
     num_threads: int = 0
+    deterministic: bool = False
     host: str = ""  # that its listeners bind to; empty is the node's address as Ray knows it
     namespace: str = ""  # of the controller's name
     timeout_s: float = 60.0  # of one collective
@@ -83,6 +84,7 @@ def worker_config(
         kernels=settings.kernels,
         device=settings.device,
         num_threads=settings.num_threads,
+        deterministic=settings.deterministic,
     )
 
 
@@ -90,7 +92,9 @@ def draft_worker_config(settings: RankSettings, progress: Progress | None = None
     """Of the draft that shares the leader's process: one rank, a pool of its own."""
     if settings.draft is None:
         raise ConfigError("a colocated draft needs a draft model")
-    alone = replace(settings, model=settings.draft, draft=None, tp_rank=0, tp_size=1)
+    alone = replace(
+        settings, model=settings.draft, draft=None, tp_rank=0, tp_size=1, deterministic=False
+    )
     return worker_config(alone, "", progress)
 
 
