@@ -94,8 +94,8 @@ def _check_draft(spec: SpecConfig) -> None:
         )
     if spec.overlap == "on" and not spec.is_colocated:
         raise ConfigError(
-            f"overlap is 'on', but method '{spec.method}' makes its drafts on the host; use a head, "
-            "or a standalone draft with placement 'colocated', or overlap 'auto'"
+            f"overlap is 'on', but method '{spec.method}' makes its drafts on the host; use a "
+            "head, or a standalone draft with placement 'colocated', or overlap 'auto'"
         )
 
 
