@@ -1,73 +1,174 @@
-"""The `coupled` choice over whole vocabularies and batches at once, for logits on a GPU.
+"""Choices over whole vocabularies and batches at once, for logits on a GPU; nothing waits for it.
 
-Chooses what worker/sampler.py chooses row by row on the host; a test holds the two equal.
+Chooses what worker/sampler.py chooses row by row on the host; a test holds the two equal. Logits
+come adjusted (worker/logit_filters.py); here they are scaled, cut and drawn from.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paceline.kernels.api import KernelSet
 from paceline.worker.logit_filters import MIN_TEMPERATURE, TOP_P_TOLERANCE, LogitRow
-from paceline.worker.noise import gumbel, noise_key
+from paceline.worker.noise import device_noise_keys, gumbel
+from paceline.worker.step import SamplingParams
+
+# In place of a token: the row's greatest logit is not finite, so no token can be chosen from it.
+NO_TOKEN = -1
 
 
-def choose_dense(kernels: KernelSet, logits: Tensor, rows: Sequence[LogitRow]) -> Tensor:
-    """logits [n, vocab_size] fp32, adjusted already, no NaN and a finite best -> tokens [n] int64.
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseParams:
+    """How each row of logits is drawn from; tensors [n] on the device of the logits.
 
-    Every row has a temperature above 0.
+    temperature, top_p, min_p: fp32; top_k, seeds, positions: int64, a seed's 64 bits as they are.
+    Greedy rows have temperature 1 and no cuts.
+    is_noisy: some row is not greedy. is_sorted: some row is cut by top_k or top_p.
     """
-    return _perturb(kernels, logits, rows).argmax(-1)
+
+    is_greedy: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+    is_noisy: bool
+    is_sorted: bool
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[LogitRow], device: torch.device) -> "DenseParams":
+        params = [row.params for row in rows]
+        floats = [distribution_floats(p) for p in params]
+        ints = [
+            (p.is_greedy, kept_top_k(p), signed_seed(p.seed), row.position)
+            for p, row in zip(params, rows, strict=True)
+        ]
+        by_float = torch.tensor(floats, dtype=torch.float32).view(-1, 3).to(device).unbind(1)
+        by_int = torch.tensor(ints, dtype=torch.int64).view(-1, 4).to(device).unbind(1)
+        return cls(
+            is_greedy=by_int[0].bool(),
+            temperature=by_float[0],
+            top_k=by_int[1],
+            top_p=by_float[1],
+            min_p=by_float[2],
+            seeds=by_int[2],
+            positions=by_int[3],
+            is_noisy=not all(p.is_greedy for p in params),
+            is_sorted=any(is_sorted(p) for p in params),
+        )
+
+
+def distribution_floats(params: SamplingParams) -> tuple[float, float, float]:
+    """(temperature, top_p, min_p) as `DenseParams` wants them."""
+    if params.is_greedy:
+        return 1.0, 1.0, 0.0
+    return max(params.temperature, MIN_TEMPERATURE), params.top_p, params.min_p
+
+
+def kept_top_k(params: SamplingParams) -> int:
+    """How many tokens top_k keeps, which may be more than there are."""
+    return params.top_k if params.top_k > 0 and not params.is_greedy else 2**31 - 1
+
+
+def signed_seed(seed: int) -> int:
+    """A 64-bit seed as the int64 of the same bits."""
+    return (seed & (2**64 - 1)) - (1 << 64 if seed & (1 << 63) else 0)
+
+
+def is_sorted(params: SamplingParams) -> bool:
+    return not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0)
+
+
+def choose_dense(kernels: KernelSet, logits: Tensor, params: DenseParams) -> Tensor:
+    """The token of each row by the coupled rule, or NO_TOKEN: [n] int64.
+
+    logits: [n, vocab_size] fp32, adjusted already; NaN counts as -inf.
+    """
+    logits, is_unusable = without_nan(logits)
+    scores = perturb(kernels, log_weights(logits, params), params) if params.is_noisy else logits
+    return scores.argmax(-1).masked_fill(is_unusable, NO_TOKEN)
+
+
+def target_probs_dense(logits: Tensor, params: DenseParams) -> tuple[Tensor, Tensor]:
+    """(the distribution that each row is drawn from [n, vocab_size] fp32, whether there is none
+    [n]); a greedy row's is all on its argmax, that of a row without a finite maximum is 0.
+
+    logits: as for `choose_dense`.
+    """
+    logits, is_unusable = without_nan(logits)
+    probs = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    if params.is_noisy:
+        drawn = log_weights(logits, params).softmax(-1)
+        probs = torch.where(params.is_greedy.unsqueeze(-1), probs, drawn)
+    return probs.masked_fill_(is_unusable.unsqueeze(-1), 0.0), is_unusable
 
 
 def rank_dense(
-    kernels: KernelSet, logits: Tensor, rows: Sequence[LogitRow], topk: int
+    kernels: KernelSet,
+    logits: Tensor,
+    params: DenseParams,
+    topk: int,
+    *,
+    token_ids: Tensor | None = None,
+    is_coupled: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """What `Sampler.top_children` returns, from logits [n, vocab_size] fp32 without NaN or +inf."""
-    scores = logits.clone()
-    noisy = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-    if noisy:
-        perturbed = _perturb(kernels, logits[noisy], [rows[i] for i in noisy])
-        scores[noisy] = perturbed.masked_fill(perturbed.isnan(), -torch.inf)
+    """What `Sampler.top_children` returns, on the device; logits [n, V] fp32.
+
+    token_ids: [V] int64, the tokens behind the columns; None: their numbers.
+    is_coupled: whether tokens rank by their perturbed score.
+    """
+    logits = logits.masked_fill(~logits.isfinite(), -torch.inf)
+    scores = logits
+    if params.is_noisy:
+        scores = log_weights(logits, params)
+        if is_coupled:
+            scores = perturb(kernels, scores, params, token_ids)
     best, ids = scores.topk(topk)
     probs = (best - scores.logsumexp(-1, keepdim=True)).exp()
     is_missing = best == -torch.inf
-    return probs.masked_fill(is_missing, -torch.inf).cpu(), ids.masked_fill(is_missing, 0).cpu()
+    return probs.masked_fill(is_missing, -torch.inf), ids.masked_fill(is_missing, 0)
 
 
-def _perturb(kernels: KernelSet, logits: Tensor, rows: Sequence[LogitRow]) -> Tensor:
-    """Log-probabilities up to a constant after all cuts, plus noise: [n, vocab_size]."""
-    device = logits.device
-    temperature = _column([max(row.params.temperature, MIN_TEMPERATURE) for row in rows], device)
-    z = cut_dense((logits - logits.amax(-1, keepdim=True)) / temperature, rows)
-    keys = torch.tensor(
-        [noise_key(row.params.seed, row.position) for row in rows], dtype=torch.int64, device=device
-    )
-    token_ids = torch.arange(z.shape[1], device=device).expand(z.shape)
-    return z + gumbel(kernels.noise_bits(keys, token_ids))
+def without_nan(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits with -inf for NaN, whether the greatest of each row is not finite [n])."""
+    logits = logits.masked_fill(logits.isnan(), -torch.inf)
+    return logits, ~logits.amax(-1).isfinite()
 
 
-def cut_dense(z: Tensor, rows: Sequence[LogitRow]) -> Tensor:
+def log_weights(logits: Tensor, params: DenseParams) -> Tensor:
+    """Log-probabilities up to a constant after all cuts, 0 at the best: [n, V]. All -inf where
+    logits [n, V], which hold no NaN, have no finite maximum."""
+    best = logits.amax(-1, keepdim=True)
+    z = (logits - best) / params.temperature.unsqueeze(-1)
+    return cut_dense(z, params).masked_fill(~best.isfinite(), -torch.inf)
+
+
+def perturb(
+    kernels: KernelSet, z: Tensor, params: DenseParams, token_ids: Tensor | None = None
+) -> Tensor:
+    """z [n, V] plus the noise of each token; greedy rows as they are."""
+    keys = device_noise_keys(params.seeds, params.positions)
+    if token_ids is None:
+        token_ids = torch.arange(z.shape[1], device=z.device)
+    noise = gumbel(kernels.noise_bits(keys, token_ids.expand(z.shape)))
+    return z + noise.masked_fill(params.is_greedy.unsqueeze(-1), 0.0)
+
+
+def cut_dense(z: Tensor, params: DenseParams) -> Tensor:
     """-inf for the tokens that top_k, top_p and min_p of each row exclude; 0 is each row's best."""
-    vocab_size = z.shape[1]
-    params = [row.params for row in rows]
-    min_p = _column([p.min_p for p in params], z.device)
-    threshold = min_p.log().clamp_(max=0.0)  # [n, 1]; -inf where min_p is 0
-    if any(0 < p.top_k < vocab_size or p.top_p < 1.0 for p in params):
+    threshold = params.min_p.log().clamp(max=0.0).unsqueeze(-1)  # [n, 1]; -inf where min_p is 0
+    if params.is_sorted:
         ordered = z.sort(-1, descending=True).values
-        top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-        rank = torch.tensor(top_k, device=z.device).unsqueeze(-1) - 1  # [n, 1]
+        rank = params.top_k.clamp(max=z.shape[1]).unsqueeze(-1) - 1  # [n, 1]
         kth = ordered.gather(-1, rank)
         threshold = torch.maximum(threshold, kth)
         mass = ordered.masked_fill(ordered < kth, -torch.inf).exp().cumsum(-1, dtype=torch.float64)
-        top_p = _column([p.top_p for p in params], z.device).double()
+        top_p = params.top_p.double().unsqueeze(-1)
         wanted = (top_p - TOP_P_TOLERANCE) * mass[:, -1:]
         boundary = (mass < wanted).sum(-1, keepdim=True)
         level = ordered.gather(-1, boundary)
         threshold = torch.where(top_p < 1.0, torch.maximum(threshold, level), threshold)
     return z.masked_fill(z < threshold, -torch.inf)
-
-
-def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(-1)

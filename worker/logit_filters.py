@@ -25,7 +25,7 @@ MIN_TEMPERATURE = 1e-5
 TOP_P_TOLERANCE = 1e-6
 # Where a repetition penalty may take a finite logit: far enough to decide, and every difference of
 # two, divided by the least temperature, is still a number.
-_MAX_PENALISED = 1e30
+MAX_PENALISED = 1e30
 _FIRST_SORTED = 512  # the nucleus of nearly every row is smaller
 
 
@@ -78,7 +78,7 @@ def adjust(logits: Tensor, row: LogitRow, eos_token_ids: tuple[int, ...]) -> Non
         values = logits[ids]
         penalty = params.repetition_penalty
         changed = torch.where(values > 0, values / penalty, values * penalty)
-        changed.clamp_(-_MAX_PENALISED, _MAX_PENALISED)
+        changed.clamp_(-MAX_PENALISED, MAX_PENALISED)
         logits[ids] = torch.where(values.isfinite(), changed, values)
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         output = _known_ids((row.output_ids, row.path_ids), vocab_size)

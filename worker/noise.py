@@ -18,12 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.kernels.api import KernelSet
+
 Words = NDArray[np.uint32]
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 NUM_BITS = 24
 _RANGE = 1 << NUM_BITS
+# In place of a token id: coins of a position, which no token's noise shares.
+WALK_COIN = -1  # decides on the children of a node
+FINAL_COIN = -2  # draws the token after a path
 # u = (bits + 0.5) / 2^24 keeps away from 0 and 1, hence the noise is bounded.
 GUMBEL_MIN = float(np.float32(-math.log(-math.log(0.5 / _RANGE))))  # -2.8525
 GUMBEL_MAX = float(np.float32(-math.log(-math.log((_RANGE - 0.5) / _RANGE))))  # 17.3287
@@ -48,6 +53,25 @@ def noise_key(seed: int, position: int) -> NoiseKey:
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     x ^= x >> 31
     return NoiseKey(x >> 32, x & 0xFFFFFFFF)
+
+
+def device_noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """`noise_key` of each pair: seeds, positions [n] int64 (a seed's 64 bits) -> [n, 2] int64."""
+    x = seeds + (positions + 1) * _i64(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _i64(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _i64(0x94D049BB133111EB)
+    x = x ^ _shifted(x, 31)
+    return torch.stack((_shifted(x, 32), x & 0xFFFFFFFF), -1)
+
+
+def _shifted(x: Tensor, shift: int) -> Tensor:
+    """A logical right shift, which torch's is not."""
+    return (x >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _i64(word: int) -> int:
+    """A 64-bit word as the int64 of the same bits."""
+    return word - (1 << 64) if word >= 1 << 63 else word
 
 
 def host_noise_bits(key: NoiseKey, token_ids: Ids | Words) -> Words:
@@ -90,7 +114,21 @@ def gumbel(bits: Tensor) -> Tensor:
     return (-torch.log(-torch.log(u))).float()
 
 
-def top_perturbed(z: Floats, key: NoiseKey, k: int) -> tuple[Ids, Floats]:
+def coins(kernels: KernelSet, seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """Uniform numbers in [0, 1), fp32, from (seed, position, purpose) alone; as seeds' shape.
+
+    Args:
+        seeds, positions: int64, of one shape.
+        purpose: WALK_COIN or FINAL_COIN.
+    """
+    keys = device_noise_keys(seeds.flatten(), positions.flatten())
+    tags = torch.full((len(keys), 1), purpose, dtype=torch.int64, device=seeds.device)
+    return (kernels.noise_bits(keys, tags).float() / _RANGE).view(seeds.shape)
+
+
+def top_perturbed(
+    z: Floats, key: NoiseKey, k: int, token_ids: Ids | None = None
+) -> tuple[Ids, Floats]:
     """The k tokens with the greatest z + noise, and those sums.
 
     Equal to sorting the sums of the whole vocabulary by (sum descending, id ascending), yet the
@@ -102,27 +140,31 @@ def top_perturbed(z: Floats, key: NoiseKey, k: int) -> tuple[Ids, Floats]:
     Args:
         z: [vocab_size] log-probabilities up to a constant; -inf excludes a token, NaN is not
             allowed. At least k are finite.
-    Returns: (token ids [k] int64, sums [k] fp32), best first.
+        token_ids: [vocab_size], the token that each place stands for; None: its number.
+    Returns: (places [k] int64, sums [k] fp32), best first.
     """
     # argmax is 20 times quicker than a partition, and the usual case.
     first = z.argmax(0, keepdims=True) if k == 1 else np.argpartition(z, len(z) - k)[len(z) - k :]
-    reached = (z[first] + host_gumbel(host_noise_bits(key, first))).min()
+    first_ids = first if token_ids is None else token_ids[first]
+    reached = (z[first] + host_gumbel(host_noise_bits(key, first_ids))).min()
     # Rounding is monotone, so no token that is left out could have tied with `reached`.
     is_near = z + np.float32(GUMBEL_MAX) >= reached
     # Past a quarter of the vocabulary, gathering costs more than hashing the rest.
     if 4 * np.count_nonzero(is_near) < len(z):
         ids = np.flatnonzero(is_near)
-        ids, bits = _within_reach(ids, z[ids], key, reached)
+        ids, bits = _within_reach(ids, z[ids], key, reached, token_ids)
     else:
-        ids, bits = _within_reach(_all_ids(len(z)), z, key, reached)
+        ids, bits = _within_reach(_all_ids(len(z)), z, key, reached, token_ids)
     sums = z[ids] + host_gumbel(bits)
     order = np.lexsort((ids, -sums))[:k]
     return ids[order], sums[order]
 
 
-def _within_reach(ids: Ids, z: Floats, key: NoiseKey, reached: np.float32) -> tuple[Ids, Words]:
+def _within_reach(
+    ids: Ids, z: Floats, key: NoiseKey, reached: np.float32, token_ids: Ids | None
+) -> tuple[Ids, Words]:
     """The ids whose noise may lift them to `reached`, and their bits."""
-    bits = host_noise_bits(key, ids)
+    bits = host_noise_bits(key, ids if token_ids is None else token_ids[ids])
     # (2^24 - bits - 0.5) / 2^24 is 1 - u. The slack outweighs all rounding: exp and its argument
     # are right to 1e-5, and one step of the bits is added.
     bound = z - reached

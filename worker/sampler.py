@@ -17,16 +17,23 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.api import KernelSet
-from paceline.worker.dense_sampler import choose_dense, rank_dense
+from paceline.worker.config import SpecConfig
+from paceline.worker.dense_sampler import (
+    NO_TOKEN,
+    DenseParams,
+    choose_dense,
+    rank_dense,
+    target_probs_dense,
+)
 from paceline.worker.errors import InternalError
 from paceline.worker.logit_filters import LogitRow, adjust, cut, scale
+from paceline.worker.logit_stages import apply_mask
 from paceline.worker.noise import Floats, Ids, noise_key, top_perturbed
 
 __all__ = ["NO_TOKEN", "LogitRow", "Sampler", "SamplerStats"]
 
-# In place of a token: the row's greatest logit is not finite, so no token can be chosen from it.
-NO_TOKEN = -1
 _NUM_RIVALS = 8
+_COUPLED = SpecConfig()
 
 
 @dataclass(slots=True)
@@ -46,15 +53,23 @@ class Sampler:
     """
 
     def __init__(
-        self, kernels: KernelSet, vocab_size: int, eos_token_ids: tuple[int, ...] = ()
+        self,
+        kernels: KernelSet,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+        spec: SpecConfig = _COUPLED,
     ) -> None:
-        """`eos_token_ids` cannot be chosen before a req's `min_tokens` are reached."""
+        """`eos_token_ids` cannot be chosen before a req's `min_tokens` are reached; `spec` says by
+        which rule trees are verified."""
+        self.spec = spec
         self._kernels = kernels
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self.stats = SamplerStats()
 
-    def choose(self, logits: Tensor, rows: Sequence[LogitRow]) -> Tensor:
+    def choose(
+        self, logits: Tensor, rows: Sequence[LogitRow], mask: Tensor | None = None
+    ) -> Tensor:
         """The token of each row, or NO_TOKEN: [n] int64, on the device of the logits.
 
         A row whose greatest logit is not finite, as after an overflow, has no token; the others
@@ -64,52 +79,93 @@ class Sampler:
             logits: [n, V] fp32, V >= vocab_size; columns behind the vocabulary are padding. NaN
                 counts as -inf. Not changed.
             rows: the req and the place behind each row.
+            mask: [n, ceil(vocab_size / 32)] int32, see `apply_mask`.
         Raises: InternalError: the rows of logits are not as many as the reqs.
+        """
+        started_s = time.perf_counter()
+        logits = self.adjusted(logits, rows, mask)
+        noisy = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        if logits.device.type == "cpu":
+            logits, chosen, unusable = _argmax(logits)
+            noisy = [i for i in noisy if i not in unusable]
+            for i in noisy:
+                chosen[i] = self._draw(logits[i], rows[i])
+        else:
+            params = DenseParams.of_rows(rows, logits.device)
+            chosen = choose_dense(self._kernels, logits, params)
+        self.stats.num_rows += len(rows)
+        self.stats.num_noisy_rows += len(noisy)
+        self.stats.choose_s += time.perf_counter() - started_s
+        return chosen
+
+    def adjusted(
+        self, logits: Tensor, rows: Sequence[LogitRow], mask: Tensor | None = None
+    ) -> Tensor:
+        """The logits that tokens are chosen from, [n, vocab_size] fp32; arguments as of `choose`.
+
+        Through stage 3 of worker/logit_stages.py: penalties, min_tokens, logit_bias, mask.
         """
         if logits.shape[0] != len(rows):
             raise InternalError(f"{logits.shape[0]} rows of logits for {len(rows)} reqs")
-        started_s = time.perf_counter()
         logits = logits.detach()[:, : self._vocab_size]
         adjusted = [i for i, row in enumerate(rows) if row.has_adjustments]
         if adjusted:
             logits = logits.clone()
             for i in adjusted:
                 adjust(logits[i], rows[i], self._eos_token_ids)
-        logits, chosen, unusable = _argmax(logits)
-        noisy = [i for i, row in enumerate(rows) if not row.params.is_greedy and i not in unusable]
-        if noisy and logits.device.type == "cpu":
-            for i in noisy:
-                chosen[i] = self._draw(logits[i], rows[i])
-        elif noisy:
-            chosen[noisy] = choose_dense(self._kernels, logits[noisy], [rows[i] for i in noisy])
-        self.stats.num_rows += len(rows)
-        self.stats.num_noisy_rows += len(noisy)
-        self.stats.choose_s += time.perf_counter() - started_s
-        return chosen
+        return apply_mask(logits, mask)
+
+    def target_probs(
+        self, logits: Tensor, rows: Sequence[LogitRow], mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(the distribution of each row's token [n, vocab_size] fp32, whether it has none [n]).
+
+        A greedy row's is all on its argmax, that of a row without a token is 0. Arguments as of
+        `choose`.
+        """
+        logits = self.adjusted(logits, rows, mask)
+        return target_probs_dense(logits, DenseParams.of_rows(rows, logits.device))
 
     def top_children(
-        self, logits: Tensor, rows: Sequence[LogitRow], topk: int
+        self,
+        logits: Tensor,
+        rows: Sequence[LogitRow],
+        topk: int,
+        token_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The `topk` likeliest tokens of each row, best first, for a draft that grows a tree.
 
-        Likely to be what the target chooses: where a req samples, tokens rank by their perturbed
-        score, since the target will meet the same noise, and probabilities are the softmax of
-        these scores. top_k, top_p and min_p apply; penalties, min_tokens and logit_bias are the
-        target's.
+        Likely to be what the target chooses: where a req samples by the coupled rule, tokens rank
+        by their perturbed score, since the target will meet the same noise, and probabilities are
+        the softmax of these scores. By rejection they rank by their probability. top_k, top_p and
+        min_p apply; penalties, min_tokens and logit_bias are the target's.
 
         Args:
             logits: [n, V], of any dtype; NaN and +inf count as -inf.
-        Returns: (probabilities [n, topk] fp32, token ids [n, topk] int64) on the host; where a row
-            has fewer than topk tokens to offer, probability -inf and id 0.
+            token_ids: [V] int64, the target's tokens behind the columns, which their noise goes
+                by; None: their numbers, of which those from vocab_size on are padding.
+        Returns: (probabilities [n, topk] fp32, columns [n, topk] int64) on the host; where a row
+            has fewer than topk tokens to offer, probability -inf and column 0.
         """
-        logits = logits.detach()[:, : self._vocab_size].float()
-        logits = logits.masked_fill(~logits.isfinite(), -torch.inf)
+        num_columns = self._vocab_size if token_ids is None else len(token_ids)
+        logits = logits.detach()[:, :num_columns].float()
+        is_coupled = self.spec.rule == "coupled"
         if logits.device.type != "cpu":
-            return rank_dense(self._kernels, logits, rows, topk)
+            best, columns = rank_dense(
+                self._kernels,
+                logits,
+                DenseParams.of_rows(rows, logits.device),
+                topk,
+                token_ids=token_ids,
+                is_coupled=is_coupled,
+            )
+            return best.cpu(), columns.cpu()
+        logits = logits.masked_fill(~logits.isfinite(), -torch.inf)
+        names = None if token_ids is None else token_ids.numpy()
         probs = torch.full((len(rows), topk), -torch.inf)
         ids = torch.zeros((len(rows), topk), dtype=torch.int64)
         for i, row in enumerate(rows):
-            row_probs, row_ids = self._rank(logits[i].numpy(), row, topk)
+            row_probs, row_ids = _rank(logits[i].numpy(), row, topk, names, is_coupled=is_coupled)
             probs[i, : len(row_ids)] = torch.from_numpy(row_probs)
             ids[i, : len(row_ids)] = torch.from_numpy(row_ids)
         return probs, ids
@@ -121,21 +177,27 @@ class Sampler:
         self.stats.noise_s += time.perf_counter() - started_s
         return int(token_ids[0])
 
-    def _rank(self, logits: Floats, row: LogitRow, topk: int) -> tuple[Floats, Ids]:
-        if not np.isfinite(logits.max()):
-            return logits[:0], np.empty(0, dtype=np.int64)
-        params = row.params
-        if params.is_greedy:
-            z = scale(logits, 1.0)
-            ids = _best_of(z, min(topk, int(np.count_nonzero(z > -np.inf))))
-            return np.exp(z[ids]) / np.exp(z).sum(), ids
-        z = cut(scale(logits, params.temperature), params)
-        # The probabilities compare children of different parents only, for which it is enough to
-        # sum over the best few: the noise of a whole vocabulary would cost more than a draft step.
-        num_summed = min(topk + _NUM_RIVALS, int(np.count_nonzero(z > -np.inf)))
-        ids, sums = top_perturbed(z, noise_key(params.seed, row.position), num_summed)
-        weights = np.exp(sums - sums[0])
-        return (weights / weights.sum())[:topk], ids[:topk]
+
+def _rank(
+    logits: Floats, row: LogitRow, topk: int, token_ids: Ids | None, *, is_coupled: bool
+) -> tuple[Floats, Ids]:
+    """(probabilities, columns) of at most topk children; logits [V] without NaN and +inf."""
+    if not np.isfinite(logits.max()):
+        return logits[:0], np.empty(0, dtype=np.int64)
+    params = row.params
+    if params.is_greedy or not is_coupled:
+        z = scale(logits, 1.0 if params.is_greedy else params.temperature)
+        if not params.is_greedy:
+            z = cut(z, params)
+        ids = _best_of(z, min(topk, int(np.count_nonzero(z > -np.inf))))
+        return np.exp(z[ids]) / np.exp(z).sum(), ids
+    z = cut(scale(logits, params.temperature), params)
+    # The probabilities compare children of different parents only, for which it is enough to
+    # sum over the best few: the noise of a whole vocabulary would cost more than a draft step.
+    num_summed = min(topk + _NUM_RIVALS, int(np.count_nonzero(z > -np.inf)))
+    ids, sums = top_perturbed(z, noise_key(params.seed, row.position), num_summed, token_ids)
+    weights = np.exp(sums - sums[0])
+    return (weights / weights.sum())[:topk], ids[:topk]
 
 
 def _best_of(z: Floats, k: int) -> Ids:

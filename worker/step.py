@@ -6,7 +6,7 @@ alone. Neither holds a tensor. `Batch` (worker/batch.py) is the device form of a
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol
 
 import msgspec
 
@@ -148,6 +148,18 @@ def decode_message(data: bytes) -> LeaderMessage:
     return _decoder.decode(data)
 
 
+class LogitsProcessor(Protocol):
+    """Rewrites a req's logits before its own parameters do."""
+
+    # Tensors, which this module knows nothing of.
+    def __call__(self, logits: Any, nodes: Any) -> Any:
+        """All rows of one req in a step, [n, V] fp32, its own to write to -> the same shape.
+
+        nodes: what the rows stand behind, a `NodeRows` of worker/logit_stages.py.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
     """What the leader's sampler must know of the row at the same index of a plan.
@@ -159,6 +171,8 @@ class SamplingRow:
     params: SamplingParams
     prompt_ids: "list[int]"
     output_ids: "list[int]"
+    processors: tuple[LogitsProcessor, ...] = ()
+    wants_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +187,8 @@ class RowResult:
     accept_length: int = 0  # len(new_ids) - 1 when there are any
     error: str = ""  # why there are no more tokens
     num_proposed: int = 0  # draft tokens that were verified
+    logprobs: tuple[float, ...] = ()  # of each new id, where the row wants them
+    is_simulated: bool = False  # `new_ids` are made up, for a benchmark (spec/simulation.py)
 
 
 @dataclass(frozen=True, slots=True)

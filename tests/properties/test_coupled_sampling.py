@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.kernels.registry import load_kernels
 from paceline.worker.config import SpecConfig
-from paceline.worker.dense_sampler import choose_dense
+from paceline.worker.dense_sampler import DenseParams, choose_dense
 from paceline.worker.noise import (
     GUMBEL_MAX,
     GUMBEL_MIN,
@@ -29,6 +29,10 @@ from paceline.worker.target.verify import decide
 
 KERNELS = load_kernels("reference", "cpu")
 SEEDS = st.integers(0, 2**64 - 1)
+
+
+def dense(rows: Sequence[LogitRow]) -> DenseParams:
+    return DenseParams.of_rows(rows, torch.device("cpu"))
 
 
 # ---- few tokens get noise, and the outcome is that of noise for all
@@ -113,7 +117,7 @@ def test_host_and_dense_sampling_choose_the_same_tokens(
         for i, (seed, t, top_k, top_p, min_p) in enumerate(data)
     ]
     host = Sampler(KERNELS, 2_000).choose(logits, rows)
-    assert torch.equal(host, choose_dense(KERNELS, logits, rows))
+    assert torch.equal(host, choose_dense(KERNELS, logits, dense(rows)))
 
 
 # ---- the frequencies are those of the softmax
@@ -134,7 +138,7 @@ def test_tokens_of_many_seeds_follow_the_softmax(temperature: float, top_k: int)
         )
         for seed in range(num_draws)
     ]
-    chosen = choose_dense(KERNELS, logits.expand(num_draws, vocab_size), rows)
+    chosen = choose_dense(KERNELS, logits.expand(num_draws, vocab_size), dense(rows))
     expected = (logits.double() / temperature).softmax(0)
     if top_k:
         expected[expected < expected.sort(descending=True).values[top_k - 1]] = 0
@@ -158,10 +162,12 @@ def test_draws_at_neighbouring_positions_are_independent() -> None:
         choose_dense(
             KERNELS,
             logits.expand(num_draws, vocab_size),
-            [
-                LogitRow(SamplingParams(seed=seed, max_tokens=1), range(position), ())
-                for seed in range(num_draws)
-            ],
+            dense(
+                [
+                    LogitRow(SamplingParams(seed=seed, max_tokens=1), range(position), ())
+                    for seed in range(num_draws)
+                ]
+            ),
         )
         for position in (10, 11)
     )

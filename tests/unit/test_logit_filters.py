@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.worker.dense_sampler import cut_dense
+from paceline.worker.dense_sampler import DenseParams, cut_dense
 from paceline.worker.logit_filters import LogitRow, adjust, cut, scale
 from paceline.worker.step import SamplingParams
 
@@ -119,7 +119,10 @@ def test_cuts_keep_the_tokens_worked_by_hand_and_all_tied_with_the_last(
     z = scale(logits, 1.0)
     kept = np.exp(cut(z, params(**kw)).astype(np.float64))
     assert kept / kept.sum() == pytest.approx(expected, abs=1e-6)
-    dense = cut_dense(torch.from_numpy(z)[None], [LogitRow(params(**kw), (), ())])
+    dense = cut_dense(
+        torch.from_numpy(z)[None],
+        DenseParams.of_rows([LogitRow(params(**kw), (), ())], torch.device("cpu")),
+    )
     assert np.array_equal(dense[0].numpy() > -np.inf, kept > 0)
 
 

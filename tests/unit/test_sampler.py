@@ -1,12 +1,13 @@
 """Tokens from rows of logits: what they depend on, and what they do not."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from paceline.kernels.registry import load_kernels
-from paceline.worker.dense_sampler import rank_dense
+from paceline.worker.dense_sampler import DenseParams, rank_dense
 from paceline.worker.errors import InternalError
 from paceline.worker.sampler import NO_TOKEN, LogitRow, Sampler
 from paceline.worker.step import SamplingParams
@@ -18,6 +19,10 @@ VOCAB = 300
 def row(position: int = 5, **kw: Any) -> LogitRow:
     params = SamplingParams(**({"seed": 7, "max_tokens": 9} | kw))
     return LogitRow(params, list(range(position)), [])
+
+
+def dense(rows: Sequence[LogitRow]) -> DenseParams:
+    return DenseParams.of_rows(rows, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -215,9 +220,9 @@ def test_dense_children_are_those_of_the_host(sampler: Sampler, logits: torch.Te
     rows = [row(i, temperature=t, top_k=k) for i, t in enumerate((0.0, 0.8)) for k in (0, 3, 50)]
     logits[2, :7] = -torch.inf
     probs, ids = sampler.top_children(logits, rows, 4)
-    dense_probs, dense_ids = rank_dense(KERNELS, logits, rows, 4)
+    dense_probs, dense_ids = rank_dense(KERNELS, logits, dense(rows), 4)
     assert torch.equal(ids, dense_ids)
     assert torch.equal(probs > 0, dense_probs > 0)
     assert (dense_probs[:, :-1] >= dense_probs[:, 1:]).all()
     broken = torch.full((1, VOCAB), -torch.inf)
-    assert (rank_dense(KERNELS, broken, [row()], 4)[0] == -torch.inf).all()
+    assert (rank_dense(KERNELS, broken, dense([row()]), 4)[0] == -torch.inf).all()
