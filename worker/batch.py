@@ -60,11 +60,11 @@ def build_batch(plan: StepPlan, req_to_token: ReqToToken, kernels: KernelSet) ->
     rows = plan.rows
     assert rows, "a plan has at least one row"
     trees = [_tree(row.parents, row.num_cached_nodes) if row.parents else None for row in rows]
+    req_to_token.write_pages(rows)
     input_ids: list[int] = []
     positions: list[IntArray] = []
     slots: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
     for row, tree in zip(rows, trees, strict=True):
-        req_to_token.write_pages(row)
         num_tokens = len(row.input_ids)
         start = row.prefix_len + row.num_cached_nodes
         stop = start + num_tokens

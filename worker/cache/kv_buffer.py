@@ -17,6 +17,7 @@ from paceline.kernels.api import KernelSet
 from paceline.worker.config import WorkerConfig
 from paceline.worker.errors import ConfigError
 from paceline.worker.parallel.collective import Collective
+from paceline.worker.spec.limits import reserve_len
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +67,19 @@ def _zeros(size: tuple[int, int, int], dtype: torch.dtype, device: str) -> Tenso
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(size)
 
 
-def choose_num_pages(config: WorkerConfig, shape: KvShape, collective: Collective) -> int:
+def choose_num_pages(
+    config: WorkerConfig, shape: KvShape, collective: Collective, draft: KvShape | None = None
+) -> int:
     """Pages of the pool without page 0: the same on every rank, the least that any can hold.
 
+    Args:
+        draft: what this rank stores of a token for a colocated draft, in as many pages.
     Raises: ConfigError: one req of max_model_len would not fit.
     """
     page_size = config.cache.page_size
     if page_size < 1:
         raise ConfigError(f"cache.page_size is {page_size}, must be at least 1")
+    token_bytes = shape.token_bytes + (draft.token_bytes if draft is not None else 0)
     max_model_len = config.model.max_model_len
     pages_per_req = -(-max_model_len // page_size)
     if config.cache.num_pages > 0:
@@ -81,17 +87,18 @@ def choose_num_pages(config: WorkerConfig, shape: KvShape, collective: Collectiv
         num_pages = config.cache.num_pages
     else:
         budget_bytes, source = _budget(config)
-        num_pages = max(budget_bytes // (shape.token_bytes * page_size) - 1, 0)
+        num_pages = max(budget_bytes // (token_bytes * page_size) - 1, 0)
         # Draft nodes reach past the longest req, so each row may need a little more than its pages.
-        spare = -(-2 * config.spec.num_draft_tokens // page_size) + 1
+        reserve = max(2 * config.spec.num_draft_tokens, reserve_len(config.spec, overlap=True) + 1)
+        spare = -(-reserve // page_size) + 1
         num_pages = min(num_pages, config.scheduler.max_num_seqs * (pages_per_req + spare))
     num_pages = collective.all_reduce_min(num_pages)
-    pool_bytes = num_pages * page_size * shape.token_bytes
+    pool_bytes = num_pages * page_size * token_bytes
     if num_pages < pages_per_req:
         raise ConfigError(
             f"the KV pool holds {num_pages} pages of {page_size} tokens (from {source}), but one "
             f"request of {max_model_len} tokens needs {pages_per_req} "
-            f"({pages_per_req * page_size * shape.token_bytes / 2**20:.0f} MiB on this rank); "
+            f"({pages_per_req * page_size * token_bytes / 2**20:.0f} MiB on this rank); "
             "lower max_model_len, raise cache.num_pages or cache.max_bytes, or free memory"
         )
     log.info(

@@ -10,14 +10,20 @@ from paceline.kernels.api import KernelSet
 from paceline.kernels.registry import load_kernels
 from paceline.worker.cache.kv_buffer import KvBuffer, KvShape, choose_num_pages
 from paceline.worker.cache.req_to_token import ReqToToken, row_width
-from paceline.worker.config import WorkerConfig
+from paceline.worker.config import ModelConfig, WorkerConfig
 from paceline.worker.errors import ConfigError
+from paceline.worker.models.eagle_config import EagleConfig
 from paceline.worker.models.registry import load_model_class
 from paceline.worker.models.weights import WeightReader
 from paceline.worker.parallel.collective import Collective
 from paceline.worker.parallel.rendezvous import connect
 from paceline.worker.parallel.shards import split_heads
 from paceline.worker.runner import Runner
+from paceline.worker.spec.colocated_draft import (
+    ColocatedDraft,
+    load_draft_model,
+    read_draft_config,
+)
 from paceline.worker.target.executor import Executor
 
 log = logging.getLogger(__name__)
@@ -43,6 +49,7 @@ def build_executor(
         raise ConfigError(f"max_num_seqs is {config.scheduler.max_num_seqs}, must be at least 1")
     # What cannot be must be found before the ranks wait for each other.
     split_heads(config.model.num_heads, config.model.num_kv_heads, config.parallel.tp_size)
+    draft_config = read_draft_config(config.spec, config.model)
     if config.num_threads > 0:
         torch.set_num_threads(config.num_threads)
     kernels = _load_kernels(config)
@@ -50,20 +57,21 @@ def build_executor(
     collective = connect(config.parallel, config.device, listener)
     tell("connect", 1.0)
     try:
-        runner = _build_runner(config, collective, kernels, tell)
+        runner, draft = _build_runner(config, draft_config, collective, kernels, tell)
     except BaseException:
         collective.shutdown()
         raise
-    return Executor(config, runner, collective)
+    return Executor(config, runner, collective, draft=draft)
 
 
 @torch.inference_mode()
 def _build_runner(
     config: WorkerConfig,
+    draft_config: EagleConfig | ModelConfig | None,
     collective: Collective,
     kernels: KernelSet,
     tell: Callable[[str, float], None],
-) -> Runner:
+) -> tuple[Runner, ColocatedDraft | None]:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     width = row_width(config)
     tell("weights", 0.0)
@@ -76,14 +84,26 @@ def _build_runner(
         config.model.path, config.model.dtype, model.num_layers, collective.tp_rank,
         len(model.heads.queries), len(model.heads.kvs), kernels.name,
     )  # fmt: skip
+    draft_model = None
+    if draft_config is not None:
+        draft_model = load_draft_model(
+            draft_config, model, collective, kernels, width, token_map=config.spec.token_map
+        )
+        log.info(
+            "loaded draft kind=%s path=%s layers=%d tp_rank=%d",
+            draft_model.kind, config.spec.draft_model, draft_model.kv_shape.num_layers,
+            collective.tp_rank,
+        )  # fmt: skip
     tell("cache", 0.0)
     shape = KvShape(model.num_layers, len(model.heads.kvs), config.model.head_dim, dtype)
-    num_pages = choose_num_pages(config, shape, collective)
+    draft_shape = draft_model.kv_shape if draft_model is not None else None
+    num_pages = choose_num_pages(config, shape, collective, draft_shape)
     page_size = config.cache.page_size
     kv = KvBuffer(shape, num_pages, page_size, config.device)
+    draft = draft_model.with_kv(num_pages, page_size, config.device) if draft_model else None
     req_to_token = ReqToToken(config.scheduler.max_num_seqs + 1, width, page_size, config.device)
     tell("cache", 1.0)
-    return Runner(model, kv, req_to_token, kernels)
+    return Runner(model, kv, req_to_token, kernels), draft
 
 
 def _load_kernels(config: WorkerConfig) -> KernelSet:

@@ -17,10 +17,15 @@ from paceline.worker.errors import Unavailable
 from paceline.worker.parallel.collective import Collective
 from paceline.worker.runner import Runner
 from paceline.worker.sampler import Sampler
+from paceline.worker.spec.colocated_draft import ColocatedDraft
+from paceline.worker.spec.eagle_sync import SyncPath
+from paceline.worker.spec.limits import is_overlapped
+from paceline.worker.spec.speculation_path import FinishedStep, SpeculationPath
 from paceline.worker.step import (
     Heartbeat,
     KvMoves,
     LeaderMessage,
+    PendingStep,
     SamplingRow,
     Shutdown,
     StepPlan,
@@ -43,15 +48,24 @@ class Executor:
         runner: Runner,
         collective: Collective,
         clock: Clock | None = None,
+        draft: ColocatedDraft | None = None,
     ) -> None:
         self.config = config
         model = config.model
-        self.sampler = Sampler(runner.kernels, model.vocab_size, model.eos_token_ids)
+        self.sampler = Sampler(runner.kernels, model.vocab_size, model.eos_token_ids, config.spec)
         self._runner = runner
         self._collective = collective
         self._clock = clock or SystemClock()
         self._sent_s = self._clock.monotonic()
         self._failure = ""
+        self._path: SpeculationPath | None = None
+        if draft is not None:
+            self._path = _make_path(config, runner, draft, collective, self.sampler)
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether a step may be launched before the one before it was collected."""
+        return self._path is not None and self._path.is_overlapped
 
     @property
     def num_pages(self) -> int:
@@ -92,13 +106,31 @@ class Executor:
             self._fail(f"step {plan.step_id} failed: {error!r}")
             raise
 
-    @torch.inference_mode()
+    def launch(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> PendingStep:
+        """Begins a step. Without overlap it is done when this returns.
+
+        Raises: Unavailable: the group has failed, now or before.
+        """
+        if self._path is None:
+            return FinishedStep(self._execute_plain(plan, sampling))
+        self._send(plan)
+        try:
+            return self._path.launch(plan, sampling)
+        except BaseException as error:
+            self._fail(f"step {plan.step_id} failed: {error!r}")
+            raise
+
     def execute(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> StepReply:
-        """One step: forward, verify or sample, and the KV of accepted branches moved in line."""
+        """One step, and what came of it."""
+        return self.launch(plan, sampling).collect()
+
+    @torch.inference_mode()
+    def _execute_plain(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> StepReply:
+        """Forward, verify or sample, and the KV of accepted branches moved in line."""
         logits = self.forward(plan)
         assert logits is not None, "only the leader executes"
         decision = decide(plan, logits, sampling, self.sampler, self.kernels)
-        moves = self._moves(plan, decision.paths)
+        moves = self._runner.req_to_token.line_up(plan.rows, decision.paths)
         if moves.src:
             self.move_kv(moves)
         return StepReply(plan.step_id, decision.rows)
@@ -127,7 +159,10 @@ class Executor:
             match message:
                 case StepPlan():
                     try:
-                        self._runner.forward(self._runner.build(message))
+                        if self._path is None:
+                            self._runner.forward(self._runner.build(message))
+                        else:
+                            self._path.follow(message)
                     except BaseException as error:
                         self._fail(f"step {message.step_id} failed: {error!r}")
                         raise
@@ -173,15 +208,16 @@ class Executor:
         self._failure = self._failure or reason
         self._collective.shutdown()
 
-    def _moves(self, plan: StepPlan, paths: Sequence[tuple[int, ...]]) -> KvMoves:
-        """Brings accepted nodes that branched off into line behind their prefix."""
-        src: list[int] = []
-        tgt: list[int] = []
-        host = self._runner.req_to_token.host
-        for row, path in zip(plan.rows, paths, strict=True):
-            for i, node in enumerate(path):
-                if node != i:
-                    slots = host[row.req_pool_index]
-                    src.append(int(slots[row.prefix_len + node]))
-                    tgt.append(int(slots[row.prefix_len + i]))
-        return KvMoves(tuple(src), tuple(tgt))
+
+def _make_path(
+    config: WorkerConfig,
+    runner: Runner,
+    draft: ColocatedDraft,
+    collective: Collective,
+    sampler: Sampler,
+) -> SpeculationPath:
+    if is_overlapped(config.spec, config.device):
+        from paceline.worker.spec.eagle_overlap import OverlapPath
+
+        return OverlapPath(config, runner, draft, collective, sampler)
+    return SyncPath(config, runner, draft, collective, sampler)
