@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.kernels.api import KernelSet
 from paceline.worker.logit_filters import MIN_TEMPERATURE, TOP_P_TOLERANCE, LogitRow
-from paceline.worker.noise import device_noise_keys, gumbel
+from paceline.worker.noise import device_noise_keys, gumbel, signed_seed
 from paceline.worker.step import SamplingParams
 
 # In place of a token: the row's greatest logit is not finite, so no token can be chosen from it.
@@ -71,11 +71,6 @@ def distribution_floats(params: SamplingParams) -> tuple[float, float, float]:
 def kept_top_k(params: SamplingParams) -> int:
     """How many tokens top_k keeps, which may be more than there are."""
     return params.top_k if params.top_k > 0 and not params.is_greedy else 2**31 - 1
-
-
-def signed_seed(seed: int) -> int:
-    """A 64-bit seed as the int64 of the same bits."""
-    return (seed & (2**64 - 1)) - (1 << 64 if seed & (1 << 63) else 0)
 
 
 def is_sorted(params: SamplingParams) -> bool:

@@ -55,6 +55,11 @@ def noise_key(seed: int, position: int) -> NoiseKey:
     return NoiseKey(x >> 32, x & 0xFFFFFFFF)
 
 
+def signed_seed(seed: int) -> int:
+    """A seed of 64 bits as the int64 of the same bits."""
+    return _i64(seed & (2**64 - 1))
+
+
 def device_noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
     """`noise_key` of each pair: seeds, positions [n] int64 (a seed's 64 bits) -> [n, 2] int64."""
     x = seeds + (positions + 1) * _i64(0x9E3779B97F4A7C15)

@@ -63,7 +63,7 @@ class Sampler:
         which rule trees are verified."""
         self.spec = spec
         self._kernels = kernels
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self.stats = SamplerStats()
 
@@ -107,7 +107,7 @@ class Sampler:
         """
         if logits.shape[0] != len(rows):
             raise InternalError(f"{logits.shape[0]} rows of logits for {len(rows)} reqs")
-        logits = logits.detach()[:, : self._vocab_size]
+        logits = logits.detach()[:, : self.vocab_size]
         adjusted = [i for i, row in enumerate(rows) if row.has_adjustments]
         if adjusted:
             logits = logits.clone()
@@ -124,7 +124,19 @@ class Sampler:
         `choose`.
         """
         logits = self.adjusted(logits, rows, mask)
-        return target_probs_dense(logits, DenseParams.of_rows(rows, logits.device))
+        if logits.device.type != "cpu":
+            return target_probs_dense(logits, DenseParams.of_rows(rows, logits.device))
+        logits, chosen, unusable = _argmax(logits)
+        probs = torch.zeros_like(logits)
+        for i, row in enumerate(rows):
+            if i in unusable:
+                continue
+            if row.params.is_greedy:
+                probs[i, chosen[i]] = 1.0
+            else:
+                weights = np.exp(cut(scale(logits[i].numpy(), row.params.temperature), row.params))
+                probs[i] = torch.from_numpy(weights / weights.sum())
+        return probs, chosen == NO_TOKEN
 
     def top_children(
         self,
@@ -147,7 +159,7 @@ class Sampler:
         Returns: (probabilities [n, topk] fp32, columns [n, topk] int64) on the host; where a row
             has fewer than topk tokens to offer, probability -inf and column 0.
         """
-        num_columns = self._vocab_size if token_ids is None else len(token_ids)
+        num_columns = self.vocab_size if token_ids is None else len(token_ids)
         logits = logits.detach()[:, :num_columns].float()
         is_coupled = self.spec.rule == "coupled"
         if logits.device.type != "cpu":

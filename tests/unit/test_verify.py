@@ -54,7 +54,7 @@ def test_a_tree_is_accepted_along_the_path_of_the_targets_tokens(
     targets: dict[int, int], new_ids: tuple[int, ...], path: tuple[int, ...]
 ) -> None:
     decision = run((TREE_A, targets))
-    assert decision.rows == (RowResult(new_ids, len(new_ids) - 1),)
+    assert decision.rows == (RowResult(new_ids, len(new_ids) - 1, num_proposed=5),)
     assert decision.paths == (path,)
 
 
@@ -78,7 +78,7 @@ def test_a_chain_is_accepted_up_to_the_first_disagreement(
 ) -> None:
     step = ReqStep(0, Phase.VERIFY, 2, CHAIN_B.input_ids, parents=parents)
     decision = run((step, dict(enumerate(targets))))
-    assert decision.rows == (RowResult(new_ids, len(new_ids) - 1),)
+    assert decision.rows == (RowResult(new_ids, len(new_ids) - 1, num_proposed=3),)
     assert decision.paths == (tuple(range(len(new_ids))),)
 
 

@@ -16,9 +16,9 @@ from paceline.worker.dense_sampler import (
     distribution_floats,
     is_sorted,
     kept_top_k,
-    signed_seed,
 )
 from paceline.worker.logit_filters import MAX_PENALISED
+from paceline.worker.noise import signed_seed
 from paceline.worker.spec.commit import ending_token_ids
 from paceline.worker.step import SamplingParams, SamplingRow
 
