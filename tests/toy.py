@@ -14,8 +14,10 @@ from paceline.cluster.group.step_loop import NewReq, ReqEvent, StepLoop
 from paceline.worker.clock import Clock, FakeClock
 from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig
 from paceline.worker.spec.drafter import DraftContext, Drafter
+from paceline.worker.spec.speculation_path import FinishedStep
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import (
+    PendingStep,
     Phase,
     ReqId,
     ReqStep,
@@ -49,6 +51,8 @@ def generate(prompt_ids: Sequence[int], max_tokens: int, *, eos: int | None = EO
 class ToyExecutor:
     """Follows the contract of `ReqStep` slot by slot, and checks what a plan may not do."""
 
+    is_overlapped = False
+
     def __init__(
         self,
         num_pages: int,
@@ -77,6 +81,9 @@ class ToyExecutor:
         """What a stray write to another req's slot would do."""
         self._slots[self._req_to_token[req_pool_index][position]] = token_id
 
+    def launch(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> PendingStep:
+        return FinishedStep(self.execute(plan, sampling))
+
     def execute(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> StepReply:
         if self._on_step is not None:
             self._on_step(plan)
@@ -91,7 +98,7 @@ class ToyExecutor:
 
     def _check_plan(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> None:
         phases = [row.phase for row in plan.rows]
-        order = [Phase.DECODE, Phase.VERIFY, Phase.PREFILL]
+        order = [Phase.DECODE, Phase.VERIFY, Phase.SPECULATE, Phase.PREFILL]
         assert phases == sorted(phases, key=order.index)
         indices = [row.req_pool_index for row in plan.rows]
         assert len(set(indices)) == len(indices)
@@ -106,6 +113,9 @@ class ToyExecutor:
             assert first + self._page_size <= len(slots)
             for offset in range(self._page_size):
                 slots[first + offset] = page * self._page_size + offset
+        if row.pages:  # all to the last: what lies behind was another's
+            end = (row.page_start + len(row.pages)) * self._page_size
+            slots[end:] = [0] * (len(slots) - end)
 
     def _store(self, row: ReqStep) -> None:
         slots = self._req_to_token[row.req_pool_index]
@@ -212,10 +222,12 @@ class ToyGroup:
         clock: Clock | None = None,
         on_step: Callable[[StepPlan], None] | None = None,
         overflows: Callable[[Sequence[int]], bool] = lambda ids: False,
+        spec: SpecConfig | None = None,
+        make_executor: Callable[..., ToyExecutor] = ToyExecutor,
         **options: Any,  # of StepLoop
     ) -> None:
         self.clock = clock or FakeClock()
-        self.executor = ToyExecutor(
+        self.executor = make_executor(
             num_pages,
             page_size,
             max_num_seqs,
@@ -232,7 +244,8 @@ class ToyGroup:
                 max_num_batched_tokens=max_num_batched_tokens,
                 chunked_prefill_size=chunked_prefill_size,
             ),
-            spec=SpecConfig(
+            spec=spec
+            or SpecConfig(
                 method="none" if drafter is None else "ngram",
                 topk=topk,
                 num_draft_tokens=num_draft_tokens,

@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.cluster.group.step_loop import NewReq, ReqEvent, Sink, StepLoop
 from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig, WorkerConfig
 from paceline.worker.models.registry import load_model_config
-from paceline.worker.step import ReqId, SamplingParams, SamplingRow, StepPlan, StepReply
+from paceline.worker.step import PendingStep, ReqId, SamplingParams, SamplingRow, StepPlan
 from paceline.worker.target.build import build_executor
 from paceline.worker.target.executor import Executor
 
@@ -41,11 +41,15 @@ class _TimedExecutor:
     def num_pages(self) -> int:
         return self._executor.num_pages
 
-    def execute(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> StepReply:
+    @property
+    def is_overlapped(self) -> bool:
+        return self._executor.is_overlapped
+
+    def launch(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> PendingStep:
         start = time.perf_counter()
-        reply = self._executor.execute(plan, sampling)
+        pending = self._executor.launch(plan, sampling)
         self.execute_s += time.perf_counter() - start
-        return reply
+        return pending
 
     def heartbeat(self) -> None:
         self._executor.heartbeat()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from paceline.worker.errors import PacelineError
+from paceline.worker.errors import InvalidRequest, PacelineError
 from paceline.worker.spec.drafter import DraftHealth
 from paceline.worker.step import FinishReason, ReqId, SamplingParams, SamplingRow
 
@@ -20,6 +20,32 @@ class NewReq:
     params: SamplingParams
     priority: int = 0  # higher first
     deadline_unix_s: float | None = None
+
+    def check(self, max_model_len: int, vocab_size: int) -> None:
+        """Raises InvalidRequest: a group of these limits could never run it.
+
+        vocab_size: 0 leaves the ids unchecked.
+        """
+        if not self.prompt_ids:
+            raise InvalidRequest("prompt has no tokens; give at least one", "prompt_ids")
+        if len(self.prompt_ids) >= max_model_len:
+            raise InvalidRequest(
+                f"prompt has {len(self.prompt_ids)} tokens, prompt and output together may have "
+                f"{max_model_len}; shorten the prompt, or raise the model length or the cache size",
+                "prompt_ids",
+            )
+        if self.params.max_tokens < 1:
+            raise InvalidRequest(
+                f"max_tokens is {self.params.max_tokens}, must be 1 or more", "max_tokens"
+            )
+        if vocab_size == 0:
+            return
+        for name, ids in (("prompt_ids", self.prompt_ids), ("output_ids", self.output_ids)):
+            for token_id in (min(ids), max(ids)) if ids else ():
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidRequest(
+                        f"{name} has token id {token_id}, must be in 0..{vocab_size - 1}", name
+                    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +107,13 @@ class ReqState:
         "deadline_unix_s",
         "fallback_steps",
         "first_token_s",
+        "has_ended",
         "is_suspect",
+        "keeps_prefix",
+        "kv_allocated_len",
         "num_computed_tokens",
         "num_given_output",
+        "num_in_flight",
         "num_preemptions",
         "num_steps",
         "num_written_pages",
@@ -116,8 +146,13 @@ class ReqState:
         self.order = 0  # of admission
         self.req_pool_index = 0  # row of req_to_token; 0 while waiting
         self.prefill_len = 0  # tokens there were at admission: computed as a prompt
-        self.num_computed_tokens = 0  # kv_committed_len
+        # Of its prompt, what steps were launched for; of its output, what they brought.
+        self.num_computed_tokens = 0
+        self.kv_allocated_len = 0  # tokens whose slots its row owns, in whole pages
         self.num_written_pages = 0  # of its pages, how many its row of req_to_token has
+        self.num_in_flight = 0  # steps launched and not collected that have a row of it
+        self.has_ended = False  # what is in flight of it counts nowhere
+        self.keeps_prefix = True  # what it computed is of use to others
         self.accept_length = 0  # of its last verify
         self.is_suspect = False  # its last verify had an error: the next step brings no guesses
 
@@ -136,8 +171,16 @@ class ReqState:
 
     @property
     def is_decoding(self) -> bool:
-        """Its last token was emitted here and is the only one without KV."""
+        """Its whole prompt is computed, or about to be by a step in flight.
+
+        But for such a first token, its last one was emitted and is the only one without KV.
+        """
         return self.req_pool_index > 0 and self.num_computed_tokens >= self.prefill_len
+
+    @property
+    def kv_committed_len(self) -> int:
+        """Tokens whose KV is final, once nothing of the req is in flight."""
+        return self.num_computed_tokens
 
     @property
     def phase_name(self) -> str:

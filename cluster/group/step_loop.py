@@ -1,16 +1,22 @@
-"""StepLoop: plan -> propose -> execute -> apply for one group, in its leader's process.
+"""StepLoop: plan -> propose -> launch -> collect -> apply for one group, in its leader's process.
 
 Any thread may submit and abort; one thread, the step thread, owns the reqs, the executor and the
 drafter. The loop knows no gRPC and no Ray; `ReqTable` decides, this file only drives.
+
+How much overlaps, if the executor can overlap steps at all:
+
+- With a draft on the same ranks, the next step is launched before the last one is collected; what a
+  step brings is known one step later. When there is nothing to launch, it is collected at once.
+- With a drafter on the host, which needs the last tokens to guess the next, only the sending of
+  events overlaps: collect and commit, propose and launch, then send.
 """
 
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Protocol
 
 from paceline.cluster.group.drafting import DrafterSlot
 from paceline.cluster.group.inbox import Inbox, Sink
+from paceline.cluster.group.pipeline import StepExecutor, StepPipeline
 from paceline.cluster.group.req_state import (
     LoopSnapshot,
     NewReq,
@@ -18,8 +24,8 @@ from paceline.cluster.group.req_state import (
     ReqReceipt,
     ReqState,
 )
-from paceline.cluster.group.req_table import ReqTable
-from paceline.cluster.group.step_rows import BuiltStep, StepRow, build_step
+from paceline.cluster.group.req_table import NextStep, ReqTable
+from paceline.cluster.group.step_rows import build_step
 from paceline.cluster.scheduling.admission import AdmissionLimits
 from paceline.cluster.scheduling.dispatch import GroupLoad
 from paceline.worker.clock import Clock, SystemClock
@@ -27,12 +33,13 @@ from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig
 from paceline.worker.errors import (
     DeadlineExceeded,
     InternalError,
-    InvalidRequest,
     PacelineError,
     Unavailable,
 )
+from paceline.worker.spec.adapt import DepthController
 from paceline.worker.spec.drafter import Drafter
-from paceline.worker.step import FinishReason, ReqId, SamplingRow, StepPlan, StepReply
+from paceline.worker.spec.limits import reserve_len
+from paceline.worker.step import FinishReason, ReqId
 
 __all__ = ["LoopSnapshot", "NewReq", "ReqEvent", "ReqReceipt", "Sink", "StepExecutor", "StepLoop"]
 
@@ -42,25 +49,17 @@ HEARTBEAT_S = 1.0
 ABORT_GRACE_S = 10.0  # how long drain waits for the reqs it aborted
 
 
-class StepExecutor(Protocol):
-    """The part of an executor that the loop uses."""
-
-    @property
-    def num_pages(self) -> int: ...
-
-    def execute(self, plan: StepPlan, sampling: Sequence[SamplingRow | None]) -> StepReply: ...
-
-    def heartbeat(self) -> None: ...
-
-
 class StepLoop:
     """The reqs of one group, from submit to their last event.
 
     Args:
         executor: used on the step thread only; its owner shuts it down once `run` has returned.
-        drafter: the loop owns it and shuts it down when it is replaced or the loop ends.
+        drafter: the loop owns it and shuts it down when it is replaced or the loop ends. Never
+            asked where the ranks themselves draft, as `spec` says.
         vocab_size: bounds the ids of prompts and drafts; 0 leaves them unchecked.
         check_invariants: proves the page accounting after every step, for tests.
+
+    Raises ConfigError: the pool is too small for one req and its drafts.
     """
 
     def __init__(
@@ -87,6 +86,10 @@ class StepLoop:
         self._check_invariants = check_invariants
         self._drafting = DrafterSlot(drafter, vocab_size=vocab_size)
         self._inbox = Inbox(limits or AdmissionLimits(), self._clock)
+        self._pipeline = StepPipeline(executor, self._clock)
+        self._depth = DepthController(spec) if spec.is_colocated else None
+        # The next step may be planned before the last one is collected.
+        self._runs_ahead = executor.is_overlapped and spec.is_colocated
         self._table = ReqTable(
             executor.num_pages,
             cache,
@@ -94,10 +97,13 @@ class StepLoop:
             max_model_len,
             eos_token_ids,
             is_speculating=spec.method != "none",
+            reserve=reserve_len(spec, self._runs_ahead),
+            key_shift=int(spec.is_colocated and spec.method != "standalone"),
         )
         # Held while planning and applying, never while drafting or computing.
         self._table_lock = threading.Lock()
         self._step_id = 0
+        self._held: list[ReqEvent] = []  # to be sent in this step
         self._error: PacelineError | None = None
         self._is_running = False
         self._is_stopping = False
@@ -131,7 +137,7 @@ class StepLoop:
             Overloaded: too much waits already.
             Unavailable: the loop drains, stops or has failed.
         """
-        self._validate(req)
+        req.check(self.max_model_len, self._vocab_size)
         self._inbox.submit(
             ReqState(req, self._clock.monotonic(), self._clock.unix_s()),
             sink,
@@ -234,41 +240,80 @@ class StepLoop:
         if self._error is not None:
             return False
         self._drafting.swap()
+        had_step = len(self._pipeline) > 0
+        if not self._runs_ahead:
+            self._collect()
+        step = self._next_step()
+        if step.must_wait:
+            self._collect()
+            step = self._next_step()
+        did_something = bool(had_step or step.rows or step.preempted or self._held)
+        if not self._executor.is_overlapped:
+            self._send_held()
+        if step.rows:
+            self._launch(step)
+        self._send_held()
+        # A step in flight is left there only while another one, or the sending, overlaps with it.
+        num_left = int(self._executor.is_overlapped and bool(step.rows))
+        while len(self._pipeline) > num_left:
+            self._collect()
+            self._send_held()
+        if self._check_invariants:
+            with self._table_lock:
+                self._table.check()
+        return did_something
+
+    def _next_step(self) -> NextStep:
+        """Takes in what other threads left, and plans."""
         num_draft_tokens = self._spec.num_draft_tokens if self._drafting.is_attached else 1
         with self._table_lock:
             ended = self._take_inbox() + self._expire()
             step = self._table.plan(
-                num_draft_tokens, is_chain=self._spec.topk == 1, now_unix_s=self._clock.unix_s()
+                num_draft_tokens,
+                is_chain=self._spec.topk == 1,
+                now_unix_s=self._clock.unix_s(),
+                choose_shape=None if self._depth is None else self._depth.choose,
             )
         self._drafting.forget([*(event.req_id for event in ended), *step.preempted])
-        self._inbox.send(ended)
-        if step.rows:
-            self._compute(step.rows)
-        if self._check_invariants:
-            with self._table_lock:
-                self._table.check()
-        return bool(step.rows or step.preempted or ended)
+        self._held += ended
+        return step
 
-    def _compute(self, rows: Sequence[StepRow]) -> None:
-        trees = self._drafting.propose(rows)
+    def _launch(self, next_step: NextStep) -> None:
+        rows = next_step.rows
+        trees = {} if self._spec.is_colocated else self._drafting.propose(rows)
         self._step_id += 1
-        step = build_step(self._step_id, rows, trees)
+        step = build_step(self._step_id, rows, trees, next_step.shape, runs_ahead=self._runs_ahead)
+        with self._table_lock:
+            self._table.launch(step)
         try:
-            reply = self._executor.execute(step.plan, step.sampling)
+            self._pipeline.launch(step)
         except Exception as error:  # whatever a device or a peer rank raises ends this group alone
             log.exception("step failed step_id=%d num_rows=%d", self._step_id, len(rows))
             self._fail(error)
-            return
-        self._apply(step, reply)
 
-    def _apply(self, step: BuiltStep, reply: StepReply) -> None:
-        with self._table_lock:
-            events = self._table.apply(step, reply, self._clock.monotonic())
+    def _collect(self) -> None:
+        """Commits what came of the oldest step in flight, if there is one."""
+        if not len(self._pipeline):
+            return
+        try:
+            done = self._pipeline.collect()
+            with self._table_lock:
+                events = self._table.apply(done.step, done.reply, self._clock.monotonic())
+        except Exception as error:  # as above
+            log.exception("step failed step_id=%d", self._step_id)
+            self._fail(error)
+            return
         for event in events:
             if event.error is not None:
-                log.error("req failed step_id=%d: %s", reply.step_id, event.error)
+                log.error("req failed step_id=%d: %s", done.reply.step_id, event.error)
         self._drafting.forget([event.req_id for event in events if event.is_last])
-        self._inbox.send(events)
+        self._held += events
+        if self._depth is not None:
+            done.teach(self._depth)
+
+    def _send_held(self) -> None:
+        held, self._held = self._held, []
+        self._inbox.send(held)
 
     def _take_inbox(self) -> list[ReqEvent]:
         """Lets submitted reqs wait and ends aborted ones."""
@@ -304,17 +349,21 @@ class StepLoop:
             name = type(error).__name__
             error = InternalError(f"step {self._step_id} failed: {name}: {error}")
         self._error = error
+        self._pipeline.clear()
         self._inbox.close(f"the group has failed: {error}")
         self._end_all(error, keep_prefix=False)
 
     def _close(self) -> None:
         self._inbox.close("the group has stopped")
+        while self._error is None and len(self._pipeline) > 0:
+            self._collect()
         stopped = Unavailable("the group has stopped; retry, another one will serve it")
-        self._end_all(stopped, keep_prefix=True)
+        self._end_all(stopped, keep_prefix=self._error is None)
         self._drafting.close()
 
     def _end_all(self, error: PacelineError, *, keep_prefix: bool) -> None:
         """Ends all reqs; those that have not begun lost nothing and may begin elsewhere."""
+        self._send_held()
         not_begun = Unavailable("the group stopped before the request began; retry")
         submitted, _ = self._inbox.take()
         begun_ids: frozenset[ReqId] = frozenset()
@@ -337,27 +386,3 @@ class StepLoop:
         ]
         self._drafting.forget([event.req_id for event in events])
         self._inbox.send(events)
-
-    def _validate(self, req: NewReq) -> None:
-        limit = self.max_model_len
-        if not req.prompt_ids:
-            raise InvalidRequest("prompt has no tokens; give at least one", "prompt_ids")
-        if len(req.prompt_ids) >= limit:
-            raise InvalidRequest(
-                f"prompt has {len(req.prompt_ids)} tokens, prompt and output together may have "
-                f"{limit}; shorten the prompt, or raise the model length or the cache size",
-                "prompt_ids",
-            )
-        if req.params.max_tokens < 1:
-            raise InvalidRequest(
-                f"max_tokens is {req.params.max_tokens}, must be 1 or more", "max_tokens"
-            )
-        if self._vocab_size == 0:
-            return
-        for name, ids in (("prompt_ids", req.prompt_ids), ("output_ids", req.output_ids)):
-            for token_id in (min(ids), max(ids)) if ids else ():
-                if not 0 <= token_id < self._vocab_size:
-                    raise InvalidRequest(
-                        f"{name} has token id {token_id}, must be in 0..{self._vocab_size - 1}",
-                        name,
-                    )

@@ -1,8 +1,9 @@
 """PrefixTree: which pages already hold the KV of a prefix of tokens. Pure.
 
-A radix tree over whole pages: an edge is the tuple of `page_size` tokens of one page. It keeps
-pages through a `PagePool` and does not know reqs. A req that uses the pages of a path holds a
-reference to each of them, from the root on, so a page without references has none below it.
+A radix tree over whole pages: an edge is the tuple of the `page_size` tokens of one page, and of
+`key_shift` tokens behind it. It keeps pages through a `PagePool` and does not know reqs. A req that
+uses the pages of a path holds a reference to each of them, from the root on, so a page without
+references has none below it.
 """
 
 import heapq
@@ -13,12 +14,20 @@ from paceline.worker.step import PageId
 
 
 class PrefixTree:
-    """Finds, keeps and evicts prefixes; the least recently used leaf goes first."""
+    """Finds, keeps and evicts prefixes; the least recently used leaf goes first.
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    Args:
+        key_shift: 1 where a page also holds the KV of a draft that is one token ahead: its slot i
+            was computed from tokens i and i + 1, so the last slot of a page depends on the token
+            behind it. Such keys are bigrams in steps of pages.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, *, key_shift: int = 0) -> None:
         assert page_size >= 1, f"pages of {page_size} tokens"
+        assert 0 <= key_shift <= 1, f"keys shifted by {key_shift}"  # `match` leaves one token
         self._pool = pool
         self._page_size = page_size
+        self._key_shift = key_shift
         self._root = _Node(page=PageId(0), key=(), parent=None)
         self._nodes: dict[PageId, _Node] = {}
         self._tick = 0
@@ -39,25 +48,32 @@ class PrefixTree:
         node = self._root
         size = self._page_size
         for start in range(0, len(ids) - size, size):
-            child = node.children.get(tuple(ids[start : start + size]))
+            child = node.children.get(self._key(ids, start))
             if child is None:
                 break
             pages.append(child.page)
             node = child
         return tuple(pages)
 
+    def num_keyed(self, num_ids: int, committed_len: int) -> int:
+        """Pages full of the first `committed_len` of `num_ids` tokens whose whole key is known."""
+        return max(min(committed_len, num_ids - self._key_shift), 0) // self._page_size
+
     def insert(self, ids: Sequence[int], pages: Sequence[PageId]) -> list[PageId]:
         """Keeps a req's own pages, which hold the final KV of `ids` from the first token on.
+
+        `ids` go on for `key_shift` tokens behind the pages at least.
 
         Returns: the page the tree has for each of these places. Where it already had another one
         for the same tokens, the req should use that and give its own back.
         """
         size = self._page_size
-        assert len(pages) * size <= len(ids), f"{len(pages)} pages of {len(ids)} tokens"
+        num_keyed = self.num_keyed(len(ids), len(ids))
+        assert len(pages) <= num_keyed, f"{len(pages)} pages, but {len(ids)} tokens"
         kept: list[PageId] = []
         node = self._root
         for i, page in enumerate(pages):
-            key = tuple(ids[i * size : (i + 1) * size])
+            key = self._key(ids, i * size)
             child = node.children.get(key)
             if child is None:
                 child = _Node(page=page, key=key, parent=node)
@@ -103,6 +119,9 @@ class PrefixTree:
                 assert parent_refs >= refs, f"page {page} has {refs} owners, its parent fewer"
             if self._is_evictable(node):
                 assert (node.last_used, page) in self._evictable, f"page {page} would never go"
+
+    def _key(self, ids: Sequence[int], start: int) -> tuple[int, ...]:
+        return tuple(ids[start : start + self._page_size + self._key_shift])
 
     def _remove(self, node: "_Node") -> None:
         assert node.parent is not None

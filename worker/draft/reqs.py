@@ -66,7 +66,9 @@ class DraftReqs:
         max_num_reqs: int,
         enable_prefix_caching: bool = True,
     ) -> None:
-        self._pages = ReqPages(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
+        self._pages = ReqPages[ReqId](
+            num_pages, page_size, enable_prefix_caching=enable_prefix_caching
+        )
         self._free_rows = list(range(_FIRST_ROW + max_num_reqs - 1, _FIRST_ROW - 1, -1))
         self._reqs: dict[ReqKey, DraftReq] = {}
         self._max_held = 8 * max_num_reqs
