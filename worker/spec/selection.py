@@ -3,7 +3,9 @@
 A candidate's score is the product of the probabilities down its path. Candidates of a req are
 numbered (its `gid`): the `topk` children of the root first, then `topk * topk` for each further
 step, lane by lane, children of one lane in descending order. It knows no model: probabilities
-come as arguments (`Sampler.top_children`), tensors are small and on the host.
+come as arguments (`top_children` of a sampler). Selecting is the same on the host and on a device;
+the candidates that make a tree are chosen as a `DraftTree` on the host (`organise`), and without a
+sync as tensors for `KernelSet.build_tree` (`organise_tensors`).
 """
 
 from collections.abc import Sequence
@@ -57,7 +59,7 @@ def select_top_k_tokens(
     # Rounded up to more than 1, a child would score above its parent.
     topk_p = _no_nan(topk_p).clamp(max=1.0)
     if scores is None:
-        gids = torch.arange(topk).expand_as(topk_index)
+        gids = torch.arange(topk, device=topk_p.device).expand_as(topk_index)
         candidates = Candidates(topk_p, topk_index, gids)
         return Selection(topk_index, topk_p, torch.zeros_like(gids), candidates)
     # A missing lane of score -inf has missing children, whatever they claim: -inf * 0 is NaN.
@@ -111,6 +113,44 @@ def organise(steps: Sequence[Candidates], num_draft_tokens: Sequence[int]) -> li
         draft_ids = tuple(token_ids[b][gid] for gid in selected)
         organised.append(Organised(parents, tuple(selected), draft_ids))
     return organised
+
+
+@dataclass(frozen=True, slots=True)
+class OrganisedTensors:
+    """The chosen candidates of a batch, as `KernelSet.build_tree` takes them; all int64.
+
+    parents [bs, 1 + topk * (num_steps - 1)]; selected, draft_ids [bs, num_draft_tokens - 1];
+    num_real [bs]: how many of those are candidates. The rest fill up: id 0, linked nowhere.
+    """
+
+    parents: Tensor
+    selected: Tensor
+    draft_ids: Tensor
+    num_real: Tensor
+
+
+def organise_tensors(steps: Sequence[Candidates], num_draft_tokens: int) -> OrganisedTensors:
+    """As `organise`, for trees of one size on any device; no sync.
+
+    `num_draft_tokens - 1` is at most the number of candidates.
+    """
+    scores, order = _best_first(torch.cat([step.scores for step in steps], 1))
+    token_ids = torch.cat([step.token_ids for step in steps], 1)
+    num_nodes, num_candidates = num_draft_tokens - 1, order.shape[1]
+    assert num_nodes <= num_candidates, (num_nodes, num_candidates)
+    is_real = scores[:, :num_nodes] > -torch.inf
+    # A gid behind all candidates' has no parent, and stands last in ascending order.
+    ranks = torch.arange(num_nodes, device=order.device)
+    filled = torch.where(is_real, order[:, :num_nodes], num_candidates + ranks)
+    selected = filled.sort(-1).values
+    chosen = token_ids.gather(1, selected.clamp(max=num_candidates - 1))
+    roots = order.new_full((len(order), 1), -1)
+    return OrganisedTensors(
+        torch.cat([roots, *(step.lane_gids for step in steps[:-1])], 1),
+        selected,
+        chosen.masked_fill(selected >= num_candidates, 0),
+        is_real.sum(1),
+    )
 
 
 def build_trees(

@@ -219,5 +219,5 @@ def _make_path(
     if is_overlapped(config.spec, config.device):
         from paceline.worker.spec.eagle_overlap import OverlapPath
 
-        return OverlapPath(config, runner, draft, collective, sampler)
+        return OverlapPath(config, runner, draft, collective)
     return SyncPath(config, runner, draft, collective, sampler)
