@@ -5,90 +5,30 @@ does not exist is refused by name, with the closest one that does. Reads no chec
 model exists or fits is found out at start (cluster/preflight.py).
 """
 
-import difflib
-import json
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from paceline.cluster.draft_config import DraftSection, Section, unknown_key
 from paceline.cluster.flags import as_given, flag_of
-from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig
+from paceline.worker.config import CacheConfig, SchedulerConfig
 from paceline.worker.errors import ConfigError
-from paceline.worker.spec.limits import (
-    MAX_DRAFT_TOKENS,
-    MAX_NUM_STEPS,
-    MAX_TOPK,
-    check_spec_config,
-)
 
 DEFAULT_NAMESPACE = "paceline"
 CONTROLLER_NAME = "paceline-controller"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class TargetSection(_Section):
+class TargetSection(Section):
     """The model's copies."""
 
     groups: int = Field(default=1, ge=1, le=1024)
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
 
 
-class DraftSection(_Section):
-    """Where guesses come from. `model` "auto" takes the draft shipped for the model, if any."""
-
-    method: Literal["none", "ngram", "standalone"] = "none"
-    model: str = ""
-    placement: Literal["decoupled", "colocated"] = "decoupled"
-    groups: int = Field(default=1, ge=1, le=1024)
-    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
-    num_steps: int = Field(default=4, ge=1, le=MAX_NUM_STEPS)  # depth
-    topk: int = Field(default=1, ge=1, le=MAX_TOPK)  # branches kept per depth
-    # Nodes of a tree with its root; 0 takes num_steps * topk + 1, within the limit.
-    num_draft_tokens: int = Field(default=0, ge=0, le=MAX_DRAFT_TOKENS)
-    timeout_s: float = Field(default=1.0, gt=0)  # how long a step waits for proposals at most
-    fallback: Literal["none", "ngram"] = "none"  # what guesses while no draft answers
-
-    @model_validator(mode="after")
-    def _is_consistent(self) -> "DraftSection":
-        if self.method == "standalone" and not self.model:
-            raise ValueError("method is 'standalone' but model is empty; name a draft or 'auto'")
-        if self.method != "standalone" and self.model:
-            raise ValueError(
-                f"model is '{self.model}' but method is '{self.method}'; use 'standalone'"
-            )
-        if self.placement == "colocated" and self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, a colocated draft runs on "
-                "one rank; use placement 'decoupled'"
-            )
-        try:
-            check_spec_config(self.spec_config())
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-    @property
-    def is_decoupled(self) -> bool:
-        return self.method == "standalone" and self.placement == "decoupled"
-
-    def spec_config(self) -> SpecConfig:
-        num_draft_tokens = self.num_draft_tokens or self.num_steps * self.topk + 1
-        return SpecConfig(
-            method=self.method,
-            num_steps=self.num_steps,
-            topk=self.topk,
-            num_draft_tokens=min(num_draft_tokens, MAX_DRAFT_TOKENS),
-            draft_timeout_s=self.timeout_s,
-        )
-
-
-class CacheSection(_Section):
+class CacheSection(Section):
     page_size: Literal[1, 16, 32, 64] = 16
     num_pages: int = Field(default=0, ge=0)  # 0 sizes the pool from free memory
     max_bytes: int = Field(
@@ -97,7 +37,7 @@ class CacheSection(_Section):
     enable_prefix_caching: bool = True
 
 
-class SchedulerSection(_Section):
+class SchedulerSection(Section):
     max_num_seqs: int = Field(default=32, ge=1, le=4096)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     chunked_prefill_size: int = Field(default=512, ge=0)  # 0 computes whole prompts
@@ -112,14 +52,14 @@ class SchedulerSection(_Section):
         return self
 
 
-class QueueSection(_Section):
+class QueueSection(Section):
     """Bounds of the deployment's one queue; what is over them is refused at once."""
 
     max_num_reqs: int = Field(default=256, ge=1)
     max_num_tokens: int = Field(default=262_144, ge=1)  # prompt tokens of all waiting requests
 
 
-class FrontSection(_Section):
+class FrontSection(Section):
     # 0 leaves the requests to fronts that something else hosts, as Ray Serve does.
     count: int = Field(default=1, ge=0, le=64)
     host: str = "127.0.0.1"
@@ -145,7 +85,7 @@ class FrontSection(_Section):
         return self
 
 
-class RaySection(_Section):
+class RaySection(Section):
     address: str = ""  # of a running cluster; empty starts one on this machine
     namespace: str = Field(default=DEFAULT_NAMESPACE, min_length=1)
     num_cpus: int = Field(
@@ -161,7 +101,7 @@ class RaySection(_Section):
     shutdown_timeout_s: float = Field(default=30.0, ge=0)
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     model: str = Field(min_length=1)  # a built-in name or a Hugging Face directory
     served_model_names: tuple[str, ...] = ()  # empty takes the model's own name
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -231,47 +171,6 @@ def parse_config(
         raise ConfigError(f"{source}: {faults}") from error
 
 
-# vLLM's keys of --speculative-config; the flat aliases of SGLang are flags.
-_SPEC_KEYS = {
-    "method": "draft.method",
-    "model": "draft.model",
-    "num_speculative_tokens": "draft.num_steps",
-    "draft_tensor_parallel_size": "draft.tensor_parallel_size",
-    "num_steps": "draft.num_steps",
-    "topk": "draft.topk",
-    "num_draft_tokens": "draft.num_draft_tokens",
-    "placement": "draft.placement",
-    "timeout_s": "draft.timeout_s",
-    "groups": "draft.groups",
-    "fallback": "draft.fallback",
-}
-_SPEC_METHODS = {"draft_model": "standalone"}
-
-
-def parse_speculative_config(text: str) -> dict[str, Any]:
-    """The overrides that a --speculative-config JSON means.
-
-    Raises: ConfigError: not a JSON object, or a key we do not have.
-    """
-    try:
-        given = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--speculative-config is not JSON: {error}; got '{text}'") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"--speculative-config must be a JSON object, got '{text}'")
-    overrides: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in _SPEC_KEYS:
-            raise ConfigError(f"--speculative-config: {_unknown(key, _SPEC_KEYS)}")
-        overrides[_SPEC_KEYS[key]] = value
-    method = overrides.get("draft.method")
-    if isinstance(method, str):
-        overrides["draft.method"] = _SPEC_METHODS.get(method, method)
-    elif "draft.model" in overrides:
-        overrides["draft.method"] = "standalone"
-    return overrides
-
-
 def _put(data: dict[str, Any], keys: list[str], value: Any) -> None:  # Any: a TOML value
     for key in keys[:-1]:
         data = data.setdefault(key, {})
@@ -288,7 +187,7 @@ def _describe(fault: Any, flags: Collection[str]) -> str:  # Any: pydantic's Err
         for part in loc[:-1]:
             section = type(section.model_fields[part].default)
         prefix = ".".join(loc[:-1])
-        return _unknown(loc[-1], section.model_fields, f"[{prefix}]" if prefix else "")
+        return unknown_key(loc[-1], section.model_fields, f"[{prefix}]" if prefix else "")
     if fault["type"] == "missing":
         return (
             f"'{name}' is missing; give a built-in name (`paceline models list` shows them) or a "
@@ -303,9 +202,3 @@ def _describe(fault: Any, flags: Collection[str]) -> str:  # Any: pydantic's Err
     if name in flags:
         return f"{flag_of(name)} ('{name}') is {as_given(name, value)}: {reason}"
     return f"'{name}' is {value!r}: {reason}"
-
-
-def _unknown(key: str, known: Mapping[str, Any], where: str = "") -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
-    return f"unknown key '{key}'{' in ' + where if where else ''}; {hint}"

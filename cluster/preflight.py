@@ -6,25 +6,26 @@ Each failure is a ConfigError or NotFound that names the thing, its value and th
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.cluster.config import ClusterConfig, FrontSection
+from paceline.cluster.draft_config import HEADS, DraftSection, change_draft
 from paceline.cluster.models import BUILT_IN, get_model
+from paceline.cluster.models.draft_kind import is_head
 from paceline.worker.errors import ConfigError, NotFound
+
+if TYPE_CHECKING:
+    from paceline.worker.config import ModelConfig
 
 
 def resolve_models(config: ClusterConfig, tell: Callable[[str, str, float], None]) -> ClusterConfig:
     """The config with "auto" and relative paths resolved; models are at hand on this machine.
 
-    Raises: ConfigError, NotFound: a model that cannot be served, or a draft of another vocabulary.
+    Raises: ConfigError, NotFound: a model that cannot be served, or a draft that is not one for it.
     """
     model = _name_or_path(config.model)
-    draft = config.draft.model
-    if draft == "auto":
-        draft = _shipped_draft(config.model)
-    elif draft:
-        draft = _name_or_path(draft)
     model_dir = _fetch(model, "model", tell)
-    _check_checkpoint(
+    target = _check_checkpoint(
         f"model '{config.model}'",
         model_dir,
         config.dtype,
@@ -32,20 +33,60 @@ def resolve_models(config: ClusterConfig, tell: Callable[[str, str, float], None
         config.target.tensor_parallel_size,
     )
     _check_tokenizer(model_dir)
-    if draft:
-        draft_dir = _fetch(draft, "draft", tell)
-        _check_checkpoint(
-            f"draft '{draft}'", draft_dir, config.dtype, 0, config.draft.tensor_parallel_size
-        )
-        _check_vocabularies(model_dir, draft_dir, config.model, draft)
+    draft = _resolve_draft(config, target, tell)
+    draft.spec_config("cpu" if config.device == "auto" else config.device)  # warns of the tree
     names = config.names  # of the model as it was given, not of where it lies
     return config.model_copy(
-        update={
-            "model": model,
-            "served_model_names": names,
-            "draft": config.draft.model_copy(update={"model": draft}),
-        }
+        update={"model": model, "served_model_names": names, "draft": draft},
     )
+
+
+def _resolve_draft(
+    config: ClusterConfig, target: "ModelConfig", tell: Callable[[str, str, float], None]
+) -> DraftSection:
+    """The section with its method and the draft's name or path.
+
+    What its ranks would refuse is refused here; heads need torch for that, models do not.
+    """
+    section = config.draft
+    if section.method == "auto" and not section.model:
+        built_in = BUILT_IN.get(config.model)
+        section = change_draft(section, model=built_in.default_draft if built_in else "none")
+    if not section.model:
+        return section
+    named = section.model
+    name = _shipped_draft(config.model) if named == "auto" else _name_or_path(named)
+    path = _fetch(name, "draft", tell)
+    changes: dict[str, str] = {"model": name}
+    if section.token_map:
+        changes["token_map"] = str(Path(section.token_map).expanduser().absolute())
+    if section.method in HEADS or (section.method == "auto" and is_head(path)):
+        kind = _check_head(path, target, section, config.target.tensor_parallel_size)
+        return change_draft(section, **changes, method=kind)
+    section = change_draft(section, **changes, method="standalone")
+    tp_size = section.tensor_parallel_size
+    if section.is_colocated:
+        tp_size = config.target.tensor_parallel_size
+    _check_checkpoint(f"draft '{name}'", path, config.dtype, 0, tp_size)
+    _check_vocabularies(Path(target.path), path, config.model, name)
+    return section
+
+
+def _check_head(path: Path, target: "ModelConfig", section: DraftSection, tp_size: int) -> str:
+    """The method that a head is for."""
+    from paceline.worker.models.eagle_config import load_eagle_config
+    from paceline.worker.models.hot_tokens import load_token_map
+
+    head = load_eagle_config(path, target)
+    if section.method not in ("auto", head.kind):
+        raise ConfigError(
+            f"draft '{path}' is a head of kind '{head.kind}', but the method asked for is "
+            f"'{section.method}'; leave the method out"
+        )
+    if section.token_map and head.kind == "eagle":
+        load_token_map(Path(section.token_map).expanduser(), target.vocab_size)
+    _check_split(f"draft '{path}'", head.model, tp_size)
+    return head.kind
 
 
 def check_local_ports(front: FrontSection) -> None:
@@ -126,14 +167,22 @@ def _fetch(name: str, role: str, tell: Callable[[str, str, float], None]) -> Pat
     return path
 
 
-def _check_checkpoint(what: str, path: Path, dtype: str, max_model_len: int, tp_size: int) -> None:
+def _check_checkpoint(
+    what: str, path: Path, dtype: str, max_model_len: int, tp_size: int
+) -> "ModelConfig":
     """What its ranks would refuse, without torch; whether each tensor fits they find out alone."""
     from paceline.worker.models.checkpoint_files import check_weight_files
     from paceline.worker.models.registry import load_model_config
-    from paceline.worker.parallel.shards import split_heads
 
     model = load_model_config(path, max_model_len=max_model_len, dtype=dtype)
     check_weight_files(path)
+    _check_split(what, model, tp_size)
+    return model
+
+
+def _check_split(what: str, model: "ModelConfig", tp_size: int) -> None:
+    from paceline.worker.parallel.shards import split_heads
+
     try:
         split_heads(model.num_heads, model.num_kv_heads, tp_size)
     except ConfigError as error:

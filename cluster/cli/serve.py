@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cluster.cli import spec_options
+from paceline.cluster.cli.spec_options import option
+
 if TYPE_CHECKING:
     from paceline.cluster.config import ClusterConfig
     from paceline.cluster.launch import Deployment, StopReport
 
 _ALIVE_PERIOD_S = 2.0
-
-
-def _option(*names: str, help: str = "", **rest: Any) -> Any:  # Any: typer's own
-    return typer.Option(*names, help=help, show_default=False, **rest)
 
 
 Text = str | None
@@ -32,120 +31,111 @@ def serve(
         Text, typer.Argument(help="A built-in name or a Hugging Face directory.", metavar="MODEL")
     ] = None,
     *,
-    config: Annotated[Path | None, _option("--config", help="TOML; flags win over it.")] = None,
+    config: Annotated[Path | None, option("--config", help="TOML; flags win over it.")] = None,
     served_model_name: Annotated[
-        list[str] | None, _option("--served-model-name", help="Repeatable.")
+        list[str] | None, option("--served-model-name", help="Repeatable.")
     ] = None,
-    dtype: Annotated[Text, _option("--dtype", help="auto, float32, bfloat16 or float16.")] = None,
+    dtype: Annotated[Text, option("--dtype", help="auto, float32, bfloat16 or float16.")] = None,
     max_model_len: Annotated[
-        Number, _option("--max-model-len", "--context-length", help="Prompt and output together.")
+        Number, option("--max-model-len", "--context-length", help="Prompt and output together.")
     ] = None,
-    device: Annotated[Text, _option("--device", help="auto, cpu or cuda.")] = None,
-    kernels: Annotated[Text, _option("--kernels", help="auto, reference, triton or sgl.")] = None,
+    device: Annotated[Text, option("--device", help="auto, cpu or cuda.")] = None,
+    kernels: Annotated[Text, option("--kernels", help="auto, reference, triton or sgl.")] = None,
     deterministic: Annotated[
         Flag,
         typer.Option("--deterministic/--no-deterministic", help="Same bits in any batch; CPU."),
     ] = None,
     tensor_parallel_size: Annotated[
-        Number, _option("--tensor-parallel-size", "-tp", "--tp-size", help="Ranks of one copy.")
+        Number, option("--tensor-parallel-size", "-tp", "--tp-size", help="Ranks of one copy.")
     ] = None,
-    groups: Annotated[Number, _option("--groups", help="Copies of the model.")] = None,
+    groups: Annotated[Number, option("--groups", help="Copies of the model.")] = None,
     # The draft.
-    draft: Annotated[
-        Text, _option("--draft", help="A draft model; auto takes the one that ships.")
-    ] = None,
-    speculative_config: Annotated[
-        Text, _option("--speculative-config", help='JSON: {"method": "draft_model", …}.')
-    ] = None,
-    speculative_algorithm: Annotated[
-        Text, _option("--speculative-algorithm", help="none, ngram or standalone.")
-    ] = None,
-    speculative_draft_model_path: Annotated[
-        Text, _option("--speculative-draft-model-path", help="As --draft.")
-    ] = None,
-    speculative_num_steps: Annotated[
-        Number, _option("--speculative-num-steps", help="Guesses in a row.")
-    ] = None,
-    speculative_topk: Annotated[
-        Number, _option("--speculative-eagle-topk", "--speculative-topk", help="Branches each.")
-    ] = None,
-    speculative_num_draft_tokens: Annotated[
-        Number, _option("--speculative-num-draft-tokens", help="Of a tree, with its root.")
-    ] = None,
+    draft: spec_options.Draft = None,
+    speculative_config: spec_options.SpeculativeConfig = None,
+    speculative_algorithm: spec_options.Algorithm = None,
+    speculative_num_steps: spec_options.NumSteps = None,
+    speculative_topk: spec_options.Topk = None,
+    speculative_num_draft_tokens: spec_options.NumDraftTokens = None,
+    speculative_adaptive: spec_options.Adaptive = None,
+    spec_overlap: spec_options.Overlap = None,
+    token_map: spec_options.TokenMap = None,
+    spec_rule: spec_options.Rule = None,
+    spec_threshold_single: spec_options.ThresholdSingle = None,
+    spec_threshold_acc: spec_options.ThresholdAcc = None,
+    simulated_accept_length: spec_options.SimulatedAcceptLength = None,
+    simulated_method: spec_options.SimulatedMethod = None,
     draft_tensor_parallel_size: Annotated[
-        Number, _option("--draft-tensor-parallel-size", help="Ranks of one draft.")
+        Number, option("--draft-tensor-parallel-size", help="Ranks of one draft.")
     ] = None,
-    draft_replicas: Annotated[Number, _option("--draft-replicas", help="Draft groups.")] = None,
-    draft_placement: Annotated[
-        Text, _option("--draft-placement", help="decoupled or colocated.")
-    ] = None,
+    draft_replicas: Annotated[Number, option("--draft-replicas", help="Draft groups.")] = None,
+    draft_placement: spec_options.Placement = None,
     draft_timeout_ms: Annotated[
-        Real, _option("--draft-timeout-ms", help="What a step waits for a draft at most.")
+        Real, option("--draft-timeout-ms", help="What a step waits for a draft at most.")
     ] = None,
     draft_fallback: Annotated[
-        Text, _option("--draft-fallback", help="Guesses while no draft answers: none or ngram.")
+        Text, option("--draft-fallback", help="Guesses while no draft answers: none or ngram.")
     ] = None,
     # Cache and scheduling.
     page_size: Annotated[
-        Number, _option("--page-size", "--block-size", help="Tokens: 1, 16, 32 or 64.")
+        Number, option("--page-size", "--block-size", help="Tokens: 1, 16, 32 or 64.")
     ] = None,
-    num_pages: Annotated[Number, _option("--num-pages", help="0 sizes the pool.")] = None,
+    num_pages: Annotated[Number, option("--num-pages", help="0 sizes the pool.")] = None,
     kv_cache_memory_bytes: Annotated[
-        Number, _option("--kv-cache-memory-bytes", help="Of a sized pool at most, per rank.")
+        Number, option("--kv-cache-memory-bytes", help="Of a sized pool at most, per rank.")
     ] = None,
     enable_prefix_caching: Annotated[
         Flag, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching")
     ] = None,
     max_num_seqs: Annotated[
-        Number, _option("--max-num-seqs", "--max-running-requests", help="Per group.")
+        Number, option("--max-num-seqs", "--max-running-requests", help="Per group.")
     ] = None,
     max_num_batched_tokens: Annotated[
-        Number, _option("--max-num-batched-tokens", help="In one step.")
+        Number, option("--max-num-batched-tokens", help="In one step.")
     ] = None,
     chunked_prefill_size: Annotated[
-        Number, _option("--chunked-prefill-size", help="Prompt tokens per step; 0: whole.")
+        Number, option("--chunked-prefill-size", help="Prompt tokens per step; 0: whole.")
     ] = None,
     max_num_queued_reqs: Annotated[
-        Number, _option("--max-num-queued-reqs", "--max-queued-requests", help="More are refused.")
+        Number, option("--max-num-queued-reqs", "--max-queued-requests", help="More are refused.")
     ] = None,
     max_num_queued_tokens: Annotated[
-        Number, _option("--max-num-queued-tokens", help="Prompt tokens; more are refused.")
+        Number, option("--max-num-queued-tokens", help="Prompt tokens; more are refused.")
     ] = None,
     # The fronts.
-    fronts: Annotated[Number, _option("--fronts", help="Front processes.", min=1)] = None,
-    host: Annotated[Text, _option("--host", help="To listen on; 127.0.0.1 unless set.")] = None,
-    port: Annotated[Number, _option("--port", help="HTTP, 8000; 0 takes a free one.")] = None,
+    fronts: Annotated[Number, option("--fronts", help="Front processes.", min=1)] = None,
+    host: Annotated[Text, option("--host", help="To listen on; 127.0.0.1 unless set.")] = None,
+    port: Annotated[Number, option("--port", help="HTTP, 8000; 0 takes a free one.")] = None,
     grpc_port: Annotated[
-        Number, _option("--grpc-port", help="gRPC, 50051; 0 takes a free one.")
+        Number, option("--grpc-port", help="gRPC, 50051; 0 takes a free one.")
     ] = None,
     api_key: Annotated[
-        list[str] | None, _option("--api-key", envvar=_ENV_KEY, help="Repeatable.")
+        list[str] | None, option("--api-key", envvar=_ENV_KEY, help="Repeatable.")
     ] = None,
     admin_api_key: Annotated[
-        list[str] | None, _option("--admin-api-key", envvar="PACELINE_ADMIN_API_KEY")
+        list[str] | None, option("--admin-api-key", envvar="PACELINE_ADMIN_API_KEY")
     ] = None,
-    ssl_keyfile: Annotated[Text, _option("--ssl-keyfile")] = None,
-    ssl_certfile: Annotated[Text, _option("--ssl-certfile")] = None,
+    ssl_keyfile: Annotated[Text, option("--ssl-keyfile")] = None,
+    ssl_certfile: Annotated[Text, option("--ssl-certfile")] = None,
     ssl_ca_certs: Annotated[
-        Text, _option("--ssl-ca-certs", help="Clients must show a certificate it signed.")
+        Text, option("--ssl-ca-certs", help="Clients must show a certificate it signed.")
     ] = None,
-    ssl_keyfile_password: Annotated[Text, _option("--ssl-keyfile-password")] = None,
+    ssl_keyfile_password: Annotated[Text, option("--ssl-keyfile-password")] = None,
     # Ray.
     ray_address: Annotated[
-        Text, _option("--ray-address", help="A running cluster, or auto; else one is started.")
+        Text, option("--ray-address", help="A running cluster, or auto; else one is started.")
     ] = None,
-    namespace: Annotated[Text, _option("--namespace", help="Of the actors' names.")] = None,
-    num_cpus: Annotated[Number, _option("--num-cpus", help="Of the cluster started here.")] = None,
-    num_cpus_per_rank: Annotated[Real, _option("--num-cpus-per-rank")] = None,
-    threads_per_rank: Annotated[Number, _option("--threads-per-rank")] = None,
+    namespace: Annotated[Text, option("--namespace", help="Of the actors' names.")] = None,
+    num_cpus: Annotated[Number, option("--num-cpus", help="Of the cluster started here.")] = None,
+    num_cpus_per_rank: Annotated[Real, option("--num-cpus-per-rank")] = None,
+    threads_per_rank: Annotated[Number, option("--threads-per-rank")] = None,
     placement_timeout: Annotated[
-        Real, _option("--placement-timeout", help="Seconds to wait for room.")
+        Real, option("--placement-timeout", help="Seconds to wait for room.")
     ] = None,
     start_timeout: Annotated[
-        Real, _option("--start-timeout", help="Seconds for one group to load, once placed.")
+        Real, option("--start-timeout", help="Seconds for one group to load, once placed.")
     ] = None,
     shutdown_timeout: Annotated[
-        Real, _option("--shutdown-timeout", help="Seconds for running requests to end.")
+        Real, option("--shutdown-timeout", help="Seconds for running requests to end.")
     ] = None,
 ) -> None:
     """Serve a model over gRPC and HTTP until Ctrl-C or SIGTERM, then let running requests end.
@@ -153,7 +143,7 @@ def serve(
     A second Ctrl-C ends at once. Exit codes: 0 drained after SIGTERM, 130 after Ctrl-C, 3 refused
     before the start, 1 failed.
     """
-    from paceline.cluster.config import load_config, parse_speculative_config
+    from paceline.cluster.config import load_config
 
     overrides: dict[str, Any] = {  # Any: values of several types
         "model": model,
@@ -165,14 +155,6 @@ def serve(
         "deterministic": deterministic,
         "target.tensor_parallel_size": tensor_parallel_size,
         "target.groups": groups,
-        "draft.num_steps": speculative_num_steps,
-        "draft.topk": speculative_topk,
-        "draft.num_draft_tokens": speculative_num_draft_tokens,
-        "draft.tensor_parallel_size": draft_tensor_parallel_size,
-        "draft.groups": draft_replicas,
-        "draft.placement": draft_placement,
-        "draft.timeout_s": None if draft_timeout_ms is None else draft_timeout_ms / 1000,
-        "draft.fallback": draft_fallback,
         "cache.page_size": page_size,
         "cache.num_pages": num_pages,
         "cache.max_bytes": kv_cache_memory_bytes,
@@ -201,12 +183,27 @@ def serve(
         "ray.start_timeout_s": start_timeout,
         "ray.shutdown_timeout_s": shutdown_timeout,
     }
-    if speculative_config is not None:
-        overrides |= parse_speculative_config(speculative_config)
-    if draft_model := draft or speculative_draft_model_path:
-        overrides |= {"draft.method": "standalone", "draft.model": draft_model}
-    if speculative_algorithm is not None:
-        overrides["draft.method"] = speculative_algorithm.lower()
+    overrides |= spec_options.draft_overrides(
+        draft=draft,
+        speculative_config=speculative_config,
+        speculative_algorithm=speculative_algorithm,
+        num_steps=speculative_num_steps,
+        topk=speculative_topk,
+        num_draft_tokens=speculative_num_draft_tokens,
+        adaptive=speculative_adaptive,
+        overlap=spec_overlap,
+        token_map=token_map,
+        rule=spec_rule,
+        threshold_single=spec_threshold_single,
+        threshold_acc=spec_threshold_acc,
+        simulated_accept_length=simulated_accept_length,
+        simulated_method=simulated_method,
+        tensor_parallel_size=draft_tensor_parallel_size,
+        groups=draft_replicas,
+        placement=draft_placement,
+        timeout_s=None if draft_timeout_ms is None else draft_timeout_ms / 1000,
+        fallback=draft_fallback,
+    )
     given = {key: value for key, value in overrides.items() if value is not None}
     run_server(load_config(config, given))
 

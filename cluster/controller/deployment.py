@@ -19,7 +19,7 @@ def choose_device(config: ClusterConfig, nodes: Sequence[NodeView]) -> str:
 
 def target_specs(config: ClusterConfig, device: str, host: str = "") -> list[GroupSpec]:
     draft_ref = None
-    if config.draft.method == "standalone" and config.draft.placement == "colocated":
+    if config.draft.is_colocated:
         draft_ref = _draft_ref(config)
     tp_size = config.target.tensor_parallel_size
     return [
@@ -32,7 +32,7 @@ def target_specs(config: ClusterConfig, device: str, host: str = "") -> list[Gro
                 model=model_ref(config),
                 cache=config.cache_config(),
                 scheduler=config.scheduler_config(),
-                spec=config.draft.spec_config(),
+                spec=config.draft.spec_config(device),
                 draft=draft_ref,
                 fallback=config.draft.fallback,
                 kernels=config.kernels,
@@ -63,7 +63,7 @@ def draft_specs(config: ClusterConfig, device: str, host: str = "") -> list[Grou
                 model=_draft_ref(config),
                 cache=config.cache_config(num_pages=0),  # its KV is smaller; it sizes its own pool
                 scheduler=scheduler,
-                spec=config.draft.spec_config(),
+                spec=config.draft.spec_config(device),
                 kernels=config.kernels,
                 device=device,
                 host=host,

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING
 from paceline.cluster.group.rank_start import RankStart
 from paceline.cluster.group.reporter import Reporter
 from paceline.cluster.group.server import GroupServer
-from paceline.cluster.group.settings import (
-    RankSettings,
-    draft_worker_config,
-)
+from paceline.cluster.group.settings import RankSettings
 from paceline.cluster.naming import controller_resolver
 from paceline.cluster.scheduling.dispatch import GroupLoad
 from paceline.worker.errors import Unavailable
@@ -159,32 +156,13 @@ class GroupLeader:
         return self._first_drafter()
 
     def _first_drafter(self) -> "Drafter | None":
-        """The drafter until the controller attaches one."""
+        """The drafter on the host until the controller attaches one; none where ranks draft."""
         spec = self._settings.spec
         if spec.method == "ngram":
             from paceline.worker.spec.ngram import NgramDrafter
 
             return NgramDrafter(spec)
-        if spec.method == "standalone" and self._settings.draft is not None:
-            return self._colocated_drafter()
         return self._fallback()
-
-    def _colocated_drafter(self) -> "Drafter":
-        from paceline.worker.draft.proposer import build_proposer
-        from paceline.worker.link.local_link import LocalLink
-        from paceline.worker.spec.link_drafter import LinkDrafter
-
-        assert self._config is not None
-        proposer = build_proposer(
-            draft_worker_config(self._settings, self._start.tell),
-            lambda stage, fraction: self._start.tell(f"draft {stage}", fraction),
-        )
-        return LinkDrafter(
-            LocalLink(proposer),
-            self._settings.spec,
-            self._fallback(),
-            vocab_size=self._config.model.vocab_size,
-        )
 
     def _link_drafter(self, address: str, epoch: int) -> "Drafter":
         from paceline.worker.link.grpc_link import GrpcLink

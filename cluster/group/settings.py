@@ -1,5 +1,6 @@
 """RankSettings: what one rank of a group is told, and what it makes of it on its node."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from paceline.worker.config import (
     SpecConfig,
     WorkerConfig,
 )
-from paceline.worker.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
@@ -60,6 +62,14 @@ def worker_config(
     """
     from paceline.worker.models.registry import load_model_config
 
+    spec = settings.spec
+    if settings.draft is not None and spec.is_colocated:
+        spec = replace(spec, draft_model=str(find_model(settings.draft, progress)))
+    if spec.is_simulated:
+        log.warning(
+            "acceptance is simulated, so answers are not the model's accept_length=%g",
+            spec.simulated_accept_length,
+        )
     model = load_model_config(
         find_model(settings.model, progress),
         max_model_len=settings.model.max_model_len,
@@ -73,7 +83,7 @@ def worker_config(
         model=model,
         cache=settings.cache,
         scheduler=settings.scheduler,
-        spec=settings.spec,
+        spec=spec,
         parallel=ParallelConfig(
             tp_size=settings.tp_size,
             tp_rank=settings.tp_rank,
@@ -86,16 +96,6 @@ def worker_config(
         num_threads=settings.num_threads,
         deterministic=settings.deterministic,
     )
-
-
-def draft_worker_config(settings: RankSettings, progress: Progress | None = None) -> WorkerConfig:
-    """Of the draft that shares the leader's process: one rank, a pool of its own."""
-    if settings.draft is None:
-        raise ConfigError("a colocated draft needs a draft model")
-    alone = replace(
-        settings, model=settings.draft, draft=None, tp_rank=0, tp_size=1, deterministic=False
-    )
-    return worker_config(alone, "", progress)
 
 
 def find_model(ref: ModelRef, progress: Progress | None = None) -> Path:

@@ -40,7 +40,8 @@ class BuiltIn:
         builder: "module:function" of `Callable[[BuildOrder], None]`, imported when it is needed.
         recipe: raised whenever the builder writes something else, so that old caches are rebuilt.
         needs: built-in models this one takes a part from.
-        draft: the built-in draft model that guesses for this one.
+        draft: the built-in draft that guesses for this one, which "auto" stands for.
+        default_draft: what it is served with unless told: "none", "ngram" or "auto".
     """
 
     name: str
@@ -51,6 +52,7 @@ class BuiltIn:
     recipe: int = 1
     needs: tuple[str, ...] = ()
     draft: str | None = None
+    default_draft: str = "none"
 
 
 BUILT_IN: dict[str, BuiltIn] = {

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.config import load_config, parse_config, parse_speculative_config
+from paceline.cluster.config import load_config, parse_config
+from paceline.cluster.draft_config import DraftSection, parse_speculative_config
 from paceline.worker.errors import ConfigError
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.toml"))
@@ -15,7 +16,8 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.toml
 def test_shipped_examples_parse(path: Path) -> None:
     config = load_config(path)
     assert config.draft.method == "standalone"
-    assert config.draft.spec_config().num_draft_tokens == config.draft.num_steps + 1
+    spec = config.draft.spec_config()
+    assert spec.num_draft_tokens == spec.num_steps + 1
 
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
@@ -45,14 +47,66 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
             "'cache.page_size' is 3: input should be 1, 16",
         ),
         ({"model": "m", "draft": {"method": "standalone"}}, "[draft] method is 'standalone' but"),
-        ({"model": "m", "draft": {"model": "d"}}, "method is 'none'"),
         (
-            {"model": "m", "draft": {"method": "ngram", "num_steps": 2, "num_draft_tokens": 9}},
-            "num_steps=2 and topk=1 has 3 nodes at most",
+            {"model": "m", "draft": {"method": "ngram", "model": "d"}},
+            "[draft] model is 'd' but method is 'ngram'; leave out one of them",
+        ),
+        ({"model": "m", "draft": {"method": "eagle3"}}, "[draft] method is 'eagle3' but model is"),
+        (
+            {"model": "m", "draft": {"method": "eagle", "model": "h", "placement": "decoupled"}},
+            "a head reads its target's hidden states",
+        ),
+        (
+            {"model": "m", "draft": {"method": "eagle3", "model": "h", "groups": 2}},
+            "[draft] groups is 2, but a colocated draft runs on the target's own ranks",
+        ),
+        (
+            {"model": "m", "draft": {"method": "eagle3", "model": "h", "fallback": "ngram"}},
+            "[draft] fallback is 'ngram', but a colocated draft is there whenever",
+        ),
+        (
+            {
+                "model": "m",
+                "draft": {
+                    "method": "standalone",
+                    "model": "d",
+                    "placement": "colocated",
+                    "tensor_parallel_size": 2,
+                },
+            },
+            "[draft] tensor_parallel_size is 2, but a colocated draft",
+        ),
+        ({"model": "m", "draft": {"rule": "maybe"}}, "'draft.rule' is 'maybe': input should be"),
+        (
+            {"model": "m", "draft": {"model": "h", "threshold_single": 0.5}},
+            "rule 'coupled' knows no threshold",
+        ),
+        (
+            {"model": "m", "draft": {"model": "h", "rule": "rejection", "threshold_acc": 2}},
+            "[draft] threshold_acc is 2; it must be in 0..1",
+        ),
+        (
+            {"model": "m", "draft": {"model": "h", "simulated_accept_length": 9}},
+            "[draft] simulated_accept_length is 9; it must be in 1..5",
+        ),
+        (
+            {"model": "m", "draft": {"method": "ngram", "overlap": "on"}},
+            "method 'ngram' makes its drafts on the host",
+        ),
+        (
+            {"model": "m", "draft": {"method": "eagle3", "model": "h", "token_map": "t"}},
+            "an EAGLE-3 head brings its own",
+        ),
+        (
+            {
+                "model": "m",
+                "draft": {"method": "ngram", "num_steps": 2, "topk": 2, "num_draft_tokens": 9},
+            },
+            "num_steps=2 and topk=2 has 7 nodes at most",
         ),
         ({"model": "m", "draft": {"topk": 33}}, "'draft.topk' is 33"),
         (
-            {"model": "m", "draft": {"method": "ngram", "num_draft_tokens": 1}},
+            {"model": "m", "draft": {"method": "ngram", "topk": 2, "num_draft_tokens": 1}},
             "[draft] num_draft_tokens is 1; it must be in 2..1024",
         ),
         (
@@ -113,7 +167,9 @@ def test_speculative_config_takes_the_known_json_shape() -> None:
     draft = load_config(None, {"model": "m", **overrides}).draft
     assert (draft.method, draft.model, draft.num_steps) == ("standalone", "d", 5)
     assert draft.tensor_parallel_size == 2
-    assert parse_speculative_config('{"model": "d"}')["draft.method"] == "standalone"
+    assert load_config(
+        None, {"model": "m", **parse_speculative_config('{"model": "d"}')}
+    ).draft == (DraftSection(method="auto", model="d"))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"num_spec": 1}', "3"])
@@ -132,3 +188,52 @@ def test_tree_gets_room_for_all_its_branches() -> None:
 def test_names_default_to_the_models_own() -> None:
     assert parse_config({"model": "/a/b/smol"}).names == ("smol",)
     assert parse_config({"model": "m", "served_model_names": ["x", "y"]}).names == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("draft", "device", "tree"),
+    [
+        ({"method": "eagle3", "model": "h"}, "cuda:0", (5, 4, 8)),
+        ({"method": "eagle", "model": "h"}, "cuda", (5, 4, 8)),
+        ({"method": "eagle3", "model": "h"}, "cpu", (4, 1, 5)),
+        ({"method": "standalone", "model": "d"}, "cuda", (4, 1, 5)),
+        ({"method": "standalone", "model": "d", "placement": "colocated"}, "cuda", (3, 1, 4)),
+        ({"method": "ngram"}, "cuda", (4, 1, 5)),
+        ({"method": "eagle3", "model": "h", "num_steps": 3}, "cuda", (3, 4, 13)),
+        ({"method": "eagle3", "model": "h", "topk": 2}, "cpu", (4, 2, 9)),
+        ({"method": "eagle3", "model": "h", "num_draft_tokens": 6}, "cuda", (5, 4, 6)),
+        ({"method": "eagle3", "model": "h", "topk": 1}, "cuda", (5, 1, 6)),
+    ],
+)
+def test_a_tree_not_asked_for_suits_the_method_and_the_device(
+    draft: dict[str, Any], device: str, tree: tuple[int, int, int]
+) -> None:
+    spec = DraftSection(**draft).spec_config(device)
+    assert (spec.num_steps, spec.topk, spec.num_draft_tokens) == tree
+
+
+def test_heads_are_colocated_and_models_decoupled_unless_asked_for() -> None:
+    head = DraftSection(method="eagle3", model="h")
+    assert (head.is_colocated, head.is_decoupled) == (True, False)
+    assert head.spec_config().is_colocated
+    draft = DraftSection(method="standalone", model="d")
+    assert (draft.is_colocated, draft.is_decoupled) == (False, True)
+    assert not draft.spec_config().is_colocated
+    beside = DraftSection(method="standalone", model="d", placement="colocated")
+    assert (beside.is_colocated, beside.is_decoupled) == (True, False)
+    assert beside.spec_config().is_colocated
+
+
+def test_a_chain_with_another_number_of_nodes_is_set_right_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    draft = DraftSection(method="ngram", num_steps=2, num_draft_tokens=9)
+    assert not caplog.records
+    assert draft.spec_config().num_draft_tokens == 3
+    assert "num_draft_tokens=9 was set to 3" in caplog.text
+
+
+def test_every_field_of_a_draft_has_a_key_in_the_known_json_shape() -> None:
+    text = '{"model": "h", "rule": "rejection", "adaptive": false, "num_steps": 3}'
+    draft = load_config(None, {"model": "m", **parse_speculative_config(text)}).draft
+    assert (draft.rule, draft.adaptive, draft.num_steps) == ("rejection", False, 3)

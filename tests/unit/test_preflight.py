@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.config import load_config
+from paceline.cluster.config import ClusterConfig, load_config
 from paceline.cluster.preflight import resolve_models
 from paceline.worker.errors import PacelineError
 from tests.tiny import make_tiny_model
+from tests.tiny_heads import HeadSizes, make_eagle3_head, make_eagle_head
 
 Spoil = Callable[[Path], None]
 
@@ -50,6 +51,11 @@ SPOILT = [
     (remove("model.safetensors.index.json"), "has neither model.safetensors nor"),
     (cut_short, "model-00002-of-00002.safetensors' is not a safetensors file"),
 ]
+
+
+def resolved(**settings: Any) -> ClusterConfig:  # Any: values of a ClusterConfig
+    config = load_config(None, {k.replace("__", "."): v for k, v in settings.items()})
+    return resolve_models(config, lambda process, stage, fraction: None)
 
 
 def refusal(**settings: Any) -> str:  # Any: values of a ClusterConfig
@@ -136,3 +142,141 @@ def test_checks_load_neither_torch_nor_ray(tiny_model: Path) -> None:
         check=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+# ---- what a draft is
+
+
+def make_draft(kind: str, path: Path) -> Path:
+    if kind == "eagle":
+        return make_eagle_head(path).path
+    if kind == "eagle3":
+        return make_eagle3_head(path).path
+    return make_tiny_model(path)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "standalone"])
+@pytest.mark.parametrize("asked", ["auto", "as it is"])
+def test_the_method_follows_from_what_the_draft_is(
+    kind: str, asked: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    draft = make_draft(kind, tmp_path / "draft")
+    method = kind if asked == "as it is" else asked
+    config = resolved(model=str(tiny_model), draft__model=str(draft), draft__method=method)
+    assert (config.draft.method, config.draft.model) == (kind, str(draft))
+    assert config.draft.is_decoupled == (kind == "standalone")
+    again = resolve_models(config, lambda process, stage, fraction: None)
+    assert again == config
+
+
+@pytest.mark.parametrize("layout", ["midlayer", "model.layers", "fused", "bin"])
+def test_a_head_that_calls_itself_a_llama_is_known_by_its_tensors(
+    layout: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    head = make_eagle_head(tmp_path / "head", layout=layout)
+    edit(architectures=["LlamaForCausalLM"])(head.path)
+    assert resolved(model=str(tiny_model), draft__model=str(head.path)).draft.method == "eagle"
+
+
+def test_a_standalone_draft_may_lie_with_its_target(tiny_model: Path, tiny_draft: Path) -> None:
+    config = resolved(
+        model=str(tiny_model), draft__model=str(tiny_draft), draft__placement="colocated"
+    )
+    assert config.draft.method == "standalone"
+    assert config.draft.spec_config().is_colocated
+
+
+@pytest.mark.parametrize("model", ["ngram", "none", ""])
+def test_no_model_needs_no_draft(model: str, tiny_model: Path) -> None:
+    config = resolved(model=str(tiny_model), draft__model=model)
+    assert (config.draft.method, config.draft.model) == (model or "none", "")
+
+
+def test_the_default_draft_of_a_built_in_model_is_its_catalogs(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path
+) -> None:
+    from paceline.cluster import preflight
+    from paceline.cluster.models.catalog import BuiltIn
+
+    head = make_eagle3_head(tmp_path / "head").path
+    places = {"tiny": tiny_model, "tiny-head": head}
+    known = {
+        "tiny": BuiltIn("tiny", "", 1, "", "", draft="tiny-head", default_draft="auto"),
+        "tiny-head": BuiltIn("tiny-head", "", 1, "", ""),
+    }
+    monkeypatch.setattr(preflight, "BUILT_IN", known)
+    monkeypatch.setattr(preflight, "get_model", lambda name, progress: places[name])
+    assert resolved(model="tiny").draft.model == "tiny-head"
+    assert resolved(model="tiny").draft.method == "eagle3"
+    assert resolved(model="tiny", draft__model="none").draft.method == "none"
+    assert resolved(model="tiny", draft__method="none").draft.method == "none"
+    known["tiny"] = BuiltIn("tiny", "", 1, "", "", draft="tiny-head", default_draft="ngram")
+    assert resolved(model="tiny").draft.method == "ngram"
+    assert resolved(model="tiny", draft__model="auto").draft.method == "eagle3"
+
+
+def other_vocabulary(path: Path) -> Path:
+    draft = make_tiny_model(path)
+    file = draft / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    (first, last) = (min(vocab, key=vocab.get), max(vocab, key=vocab.get))
+    vocab[first], vocab[last] = vocab[last], vocab[first]
+    file.write_text(json.dumps(tokenizer))
+    return draft
+
+
+def narrow_head(path: Path) -> Path:
+    return make_eagle3_head(path, HeadSizes(target_hidden_size=64)).path
+
+
+def foreign_taps(path: Path) -> Path:
+    sizes = HeadSizes(extra={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 99]}})
+    return make_eagle3_head(path, sizes).path
+
+
+def other_ids(path: Path) -> Path:
+    head = make_eagle3_head(path).path
+    edit(vocab_size=7)(head)
+    return head
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "words"),
+    [
+        (other_vocabulary, {}, "has another vocabulary than model"),
+        (other_ids, {}, "is for a vocabulary of 7 tokens"),
+        (narrow_head, {}, "use a head trained for"),
+        (foreign_taps, {}, "99"),
+        (make_eagle_head, {"method": "eagle3"}, "is a head of kind 'eagle', but the method asked"),
+        (make_tiny_model, {"method": "eagle3"}, "is method standalone"),
+        (make_eagle3_head, {"method": "standalone"}, "is a draft head"),
+        (make_eagle3_head, {"placement": "decoupled"}, "a head reads its target's hidden states"),
+        (make_eagle3_head, {"fallback": "ngram"}, "fallback is 'ngram'"),
+        (make_eagle3_head, {"groups": 2}, "groups is 2"),
+        (make_eagle3_head, {"token_map": "m.json"}, "an EAGLE-3 head brings its own"),
+        (make_eagle_head, {"token_map": "/none/m.json"}, "token map '/none/m.json' cannot be read"),
+        (make_tiny_model, {"overlap": "on"}, "method 'standalone' makes its drafts on the host"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused_with_the_reason(
+    make: Callable[[Path], Any],
+    settings: dict[str, Any],
+    words: str,
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    make(tmp_path / "draft")
+    given = {f"draft__{name}": value for name, value in settings.items()}
+    message = refusal(model=str(tiny_model), draft__model=str(tmp_path / "draft"), **given)
+    assert words in message
+
+
+def test_more_ranks_than_a_head_has_query_heads_are_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    head = make_eagle3_head(tmp_path / "h", HeadSizes(num_heads=2, num_kv_heads=1, head_dim=36))
+    message = refusal(
+        model=str(tiny_model), target__tensor_parallel_size=3, draft__model=str(head.path)
+    )
+    assert message.startswith(f"draft '{head.path}': tp_size is 3, ")

@@ -27,7 +27,13 @@ def test_every_setting_has_a_flag() -> None:
     source = Path(serve.__file__).read_text()
     names = settings(ClusterConfig)
     assert len(names) > 40
-    assert [name for name in names if f'"{name}":' not in source] == []
+    drafts = {name for name in names if name.startswith("draft.")}
+    assert [name for name in names if name not in drafts and f'"{name}":' not in source] == []
+    given = {name.partition(".")[2] for name in drafts} - {
+        "method",
+        "model",
+    }  # these have their own
+    assert [name for name in given if f"\n        {name}=" not in source] == []
 
 
 def test_flag_that_a_message_names_exists() -> None:
@@ -38,21 +44,66 @@ def test_flag_that_a_message_names_exists() -> None:
     assert named - flags == set()
 
 
+def served(*flags: str, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
+    got: list[ClusterConfig] = []
+    monkeypatch.setattr(serve, "run_server", got.append)
+    assert cli.run(["serve", "smollm2-135m", *flags]) == 0
+    return got[0]
+
+
 @pytest.mark.parametrize(
-    ("flag", "value", "setting"),
+    ("flags", "setting", "expected"),
     [
-        ("--draft-fallback", "ngram", "draft.fallback"),
-        ("--kv-cache-memory-bytes", "1048576", "cache.max_bytes"),
-        ("--start-timeout", "12.5", "ray.start_timeout_s"),
-        ("--draft-timeout-ms", "500", "draft.timeout_s"),
+        ("--draft-fallback ngram", "draft.fallback", "ngram"),
+        ("--kv-cache-memory-bytes 1048576", "cache.max_bytes", 1048576),
+        ("--start-timeout 12.5", "ray.start_timeout_s", 12.5),
+        ("--draft-timeout-ms 500", "draft.timeout_s", 0.5),
+        ("--speculative-num-steps 7", "draft.num_steps", 7),
+        ("--speculative-eagle-topk 2", "draft.topk", 2),
+        ("--speculative-topk 2", "draft.topk", 2),
+        ("--speculative-num-draft-tokens 3", "draft.num_draft_tokens", 3),
+        ("--no-spec-adaptive", "draft.adaptive", False),
+        ("--no-speculative-adaptive", "draft.adaptive", False),
+        ("--speculative-adaptive", "draft.adaptive", True),
+        ("--spec-overlap off", "draft.overlap", "off"),
+        ("--draft h --token-map m.json", "draft.token_map", "m.json"),
+        ("--draft h --speculative-token-map m.json", "draft.token_map", "m.json"),
+        ("--draft h --spec-rule rejection", "draft.rule", "rejection"),
+        (
+            "--draft h --spec-rule rejection --spec-threshold-single 0.5",
+            "draft.threshold_single",
+            0.5,
+        ),
+        (
+            "--draft h --spec-rule rejection --speculative-accept-threshold-acc 0.25",
+            "draft.threshold_acc",
+            0.25,
+        ),
+        ("--draft h --simulated-accept-length 2.5", "draft.simulated_accept_length", 2.5),
+        ("--simulated-method multinomial", "draft.simulated_method", "multinomial"),
+        ("--draft h --draft-placement colocated", "draft.placement", "colocated"),
+        ("--draft h", "draft.method", "auto"),
+        ("--draft h --speculative-algorithm EAGLE3", "draft.method", "eagle3"),
+        ("--draft h --spec-method standalone", "draft.method", "standalone"),
+        ("--speculative-draft-model-path h", "draft.model", "h"),
+        ("--draft ngram", "draft.method", "ngram"),
+        ("--draft ngram", "draft.model", ""),
+        ("--draft none", "draft.method", "none"),
     ],
 )
 def test_a_flag_arrives(
-    flag: str, value: str, setting: str, monkeypatch: pytest.MonkeyPatch
+    flags: str, setting: str, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    got: list[ClusterConfig] = []
-    monkeypatch.setattr(serve, "run_server", got.append)
-    assert cli.run(["serve", "smollm2-135m", flag, value]) == 0
+    config = served(*flags.split(), monkeypatch=monkeypatch)
     section, _, name = setting.partition(".")
-    expected = {"draft.timeout_s": "0.5"}.get(setting, value)
-    assert str(getattr(getattr(got[0], section), name)) == expected
+    assert getattr(getattr(config, section), name) == expected
+
+
+def test_a_draft_on_the_command_line_wins_over_that_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[draft]\nmethod = "standalone"\nmodel = "d"\n')
+    for draft, method, model in (("h", "auto", "h"), ("none", "none", ""), ("ngram", "ngram", "")):
+        config = served("--config", str(file), "--draft", draft, monkeypatch=monkeypatch)
+        assert (config.draft.method, config.draft.model) == (method, model)

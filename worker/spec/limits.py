@@ -45,16 +45,23 @@ def settle_spec_config(spec: SpecConfig) -> SpecConfig:
 
     Raises: ConfigError: as `check_spec_config`.
     """
-    if spec.method != "none" and spec.topk == 1 and spec.num_draft_tokens != spec.num_steps + 1:
+    settled = as_chain(spec)
+    check_spec_config(settled)
+    if settled != spec:
         log.warning(
-            "set num_draft_tokens to num_steps + 1, since topk is 1 num_steps=%d "
-            "num_draft_tokens=%d",
-            spec.num_steps,
+            "num_draft_tokens=%d was set to %d: with topk=1 a tree of num_steps=%d is a chain",
             spec.num_draft_tokens,
+            settled.num_draft_tokens,
+            spec.num_steps,
         )
-        spec = replace(spec, num_draft_tokens=spec.num_steps + 1)
-    check_spec_config(spec)
-    return spec
+    return settled
+
+
+def as_chain(spec: SpecConfig) -> SpecConfig:
+    """The same with as many nodes as a chain has, where `topk` makes it one."""
+    if spec.method == "none" or spec.topk != 1:
+        return spec
+    return replace(spec, num_draft_tokens=spec.num_steps + 1)
 
 
 def max_tree_nodes(num_steps: int, topk: int) -> int:
