@@ -100,20 +100,22 @@ def new_ids_of(verdict: Verdict) -> list[list[int]]:
     return [[int(verdict.predict[i]) for i in row if i >= 0] for row in verdict.accept_index]
 
 
-def device_sampler(spec: SpecConfig) -> DeviceSampler:
-    return DeviceSampler(KERNELS, VOCAB, (EOS,), NUM_ROWS, CPU, spec)
+def device_sampler(spec: SpecConfig, *, is_dense: bool | None = True) -> DeviceSampler:
+    return DeviceSampler(KERNELS, VOCAB, (EOS,), NUM_ROWS, CPU, spec, is_dense=is_dense)
 
 
+@pytest.mark.parametrize("is_dense", [True, False])
 @settings(max_examples=120, deadline=None)
 @given(batch=batches(), seed=st.integers(0, 2**31), num_broken=st.sampled_from([0, 0, 1, 3]))
 def test_verify_chooses_what_the_host_chooses(
     batch: tuple[list[Req], list[tuple[list[list[int]], list[list[int]]]]],
     seed: int,
     num_broken: int,
+    is_dense: bool,
 ) -> None:
     reqs, steps = batch
     generator = torch.Generator().manual_seed(seed)
-    device = device_sampler(SpecConfig())
+    device = device_sampler(SpecConfig(), is_dense=is_dense)
     host = Sampler(KERNELS, VOCAB, (EOS,))
     rows_cpu = [req.row for req in reqs]
     rows = torch.tensor(rows_cpu)

@@ -1,8 +1,8 @@
 """DeviceSampler: tokens of reqs that are known by their rows alone, their counts kept here.
 
-For steps that are launched before the last one is read: everything stays on the device, and on a
-GPU nothing waits for it. It chooses what `decide` (worker/target/verify.py) chooses from the req's
-own lists; a test holds the two equal.
+For steps that are launched before the last one is read: on a GPU everything stays there and nothing
+waits for it. It chooses what `decide` (worker/target/verify.py) chooses from the reqs' own lists; a
+test holds the two equal.
 """
 
 from collections.abc import Sequence
@@ -11,28 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.kernels.api import BuiltTrees, KernelSet, TreeLinks, VerifyResult
+from paceline.kernels.api import BuiltTrees, KernelSet
 from paceline.worker.config import SpecConfig
-from paceline.worker.dense_sampler import (
-    NO_TOKEN,
-    DenseParams,
-    choose_dense,
-    rank_dense,
-    target_probs_dense,
-)
-from paceline.worker.logit_stages import (
-    NodeRows,
-    ProcessedRows,
-    apply_mask,
-    apply_processors,
-    token_logprobs,
-)
-from paceline.worker.noise import FINAL_COIN, WALK_COIN, coins
+from paceline.worker.sampler import Sampler
 from paceline.worker.spec.simulation import simulated_num_new_tokens
 from paceline.worker.step import SamplingRow
-from paceline.worker.target.row_tables import RowTables
-
-_NO_DRAFT = -2  # in place of a draft token that must not be accepted
+from paceline.worker.target.dense_rows import DenseRows
+from paceline.worker.target.host_rows import HostRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +36,6 @@ class Verdict:
     logprobs: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Nodes:
-    """Rows of logits of a batch of trees of n nodes; plain rows are trees of their root."""
-
-    logits: Tensor  # [bs * n, V], through stage 3 of worker/logit_stages.py
-    params: DenseParams
-    draft_ids: Tensor  # [bs, n]
-    links: TreeLinks
-
-
 class DeviceSampler:
     """Not thread-safe: it belongs to the device thread."""
 
@@ -72,15 +47,24 @@ class DeviceSampler:
         num_rows: int,
         device: torch.device,
         spec: SpecConfig,
+        *,
+        is_dense: bool | None = None,
     ) -> None:
-        """`num_rows` rows of `req_to_token`; `spec` says by which rule trees are verified."""
-        self._kernels = kernels
-        self._vocab_size = vocab_size
-        self._device = torch.device(device)
+        """
+        Args:
+            num_rows: those of `req_to_token`.
+            spec: by which rule trees are verified.
+            is_dense: whether whole batches are transformed at once and nothing is read back; None:
+                unless the device is a CPU, which is quicker node by node.
+        """
         self._spec = spec
-        self._tables = RowTables(vocab_size, eos_token_ids, num_rows, self._device)
-        self._reqs: dict[int, SamplingRow] = {}  # what of a req stays on the host, by row
         self._num_verifies = 0
+        self._rows: DenseRows | HostRows
+        device = torch.device(device)
+        if device.type != "cpu" if is_dense is None else is_dense:
+            self._rows = DenseRows(kernels, vocab_size, eos_token_ids, num_rows, device, spec)
+        else:
+            self._rows = HostRows(Sampler(kernels, vocab_size, eos_token_ids, spec), kernels)
 
     @property
     def is_simulated(self) -> bool:
@@ -92,8 +76,7 @@ class DeviceSampler:
 
         The lists of `sampling` are read now and never again: later tokens come by `commit`.
         """
-        self._tables.open(rows, sampling)
-        self._reqs.update(zip(rows, sampling, strict=True))
+        self._rows.open(rows, sampling)
 
     def draw(
         self,
@@ -121,14 +104,8 @@ class DeviceSampler:
         positions: Tensor,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(`draw`, the log-probabilities of its tokens [n] fp32 where a req wants them)."""
-        bs = len(rows_cpu)
-        roots = torch.zeros(bs, 1, dtype=torch.int64, device=self._device)
-        none = torch.full_like(roots, -1)
-        links = TreeLinks(torch.arange(bs, device=self._device).unsqueeze(1), none, none)
-        nodes = self._nodes(logits, rows, rows_cpu, positions.view(bs, 1), roots, links, None, mask)
-        ids = self._walk(nodes, 0).predict
-        return ids, self._logprobs(nodes, rows_cpu, ids)
+        """(`draw`, the log-probabilities of its tokens [n] fp32; None where no req wants them)."""
+        return self._rows.draw(logits, rows, rows_cpu, positions, mask)
 
     def verify(
         self,
@@ -150,27 +127,18 @@ class DeviceSampler:
             max_depth: most draft tokens accepted per req.
             mask: [bs * num_draft_tokens, ceil(vocab_size / 32)] int32, see `apply_mask`.
         """
-        bs, n = trees.draft_ids.shape
-        positions = trees.positions[: bs * n].view(bs, n) + 1
-        cells = trees.tree_mask[: bs * n * n].view(bs, n, n).bool()
-        nodes = self._nodes(
-            logits, rows, rows_cpu, positions, trees.draft_ids, trees.links, cells, mask
-        )
-        result = self._walk(nodes, max_depth, cells)
+        num_simulated = 0
         if self.is_simulated:
-            num_new = simulated_num_new_tokens(self._spec, self._num_verifies, max_depth)
-            result = simulate(result, trees.draft_ids, min(num_new, n))
+            num_simulated = simulated_num_new_tokens(self._spec, self._num_verifies, max_depth)
         self._num_verifies += 1
-        is_path = result.accept_index >= 0
-        at = result.accept_index.clamp(min=0)
-        logprobs = self._logprobs(nodes, rows_cpu, result.predict)
-        if logprobs is not None:
-            logprobs = logprobs[at].masked_fill(~is_path, -torch.inf)
+        result, logprobs = self._rows.verify(
+            logits, trees, rows, rows_cpu, max_depth, mask, num_simulated
+        )
         return Verdict(result.predict, result.accept_index, result.accept_length, logprobs)
 
     def commit(self, rows: Tensor, new_ids: Tensor, num_new_tokens: Tensor) -> None:
         """Counts emitted tokens: the first num_new_tokens [bs] of new_ids [bs, n] int64."""
-        self._tables.commit(rows, new_ids, num_new_tokens)
+        self._rows.commit(rows, new_ids, num_new_tokens)
 
     def top_children(
         self,
@@ -190,120 +158,4 @@ class DeviceSampler:
             hot_token_id: [V_draft] int64, the target's tokens behind the columns; None: their
                 numbers, of which those from vocab_size on are padding.
         """
-        num_columns = self._vocab_size if hot_token_id is None else len(hot_token_id)
-        return rank_dense(
-            self._kernels,
-            logits.detach()[:, :num_columns].float(),
-            self._tables.params(rows, rows_cpu, positions),
-            topk,
-            token_ids=hot_token_id,
-            is_coupled=self._spec.rule == "coupled",
-        )
-
-    def _nodes(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        rows_cpu: Sequence[int],
-        positions: Tensor,
-        draft_ids: Tensor,
-        links: TreeLinks,
-        cells: Tensor | None,
-        mask: Tensor | None,
-    ) -> _Nodes:
-        """Stages 1 to 3; positions, draft_ids [bs, n], cells [bs, n, n] or None without drafts."""
-        bs, n = positions.shape
-        logits = logits.detach()[:, : self._vocab_size].float()
-        is_on_path = cells
-        if cells is not None:
-            is_on_path = cells & (torch.arange(n, device=self._device) > 0)
-        logits = apply_processors(logits, self._processed(rows_cpu, draft_ids, is_on_path))
-        adjusted = self._tables.adjust(
-            logits.view(bs, n, self._vocab_size), rows, rows_cpu, positions, draft_ids, is_on_path
-        )
-        logits = apply_mask(adjusted.flatten(0, 1), mask)
-        params = self._tables.params(rows, rows_cpu, positions.flatten(), n)
-        return _Nodes(logits, params, draft_ids, links)
-
-    def _processed(
-        self, rows_cpu: Sequence[int], draft_ids: Tensor, is_on_path: Tensor | None
-    ) -> list[ProcessedRows]:
-        n = draft_ids.shape[1]
-        processed = []
-        for b, row in enumerate(rows_cpu):
-            if row in self._reqs and self._reqs[row].processors:
-                nodes = NodeRows.of_root(self._device)
-                if is_on_path is not None:
-                    nodes = NodeRows(draft_ids[b], is_on_path[b])
-                processed.append(ProcessedRows(b * n, nodes, self._reqs[row].processors))
-        return processed
-
-    def _walk(self, nodes: _Nodes, max_depth: int, cells: Tensor | None = None) -> VerifyResult:
-        # A draft "token" equal to NO_TOKEN would match a node from which none can be chosen.
-        draft_ids = nodes.draft_ids.masked_fill(nodes.draft_ids < 0, _NO_DRAFT)
-        if self._spec.rule == "coupled":
-            targets = choose_dense(self._kernels, nodes.logits, nodes.params)
-            return self._kernels.verify_tree_greedy(
-                draft_ids, nodes.links, targets.view(draft_ids.shape), max_depth
-            )
-        return self._walk_by_chance(nodes, draft_ids, max_depth, cells)
-
-    def _walk_by_chance(
-        self, nodes: _Nodes, draft_ids: Tensor, max_depth: int, cells: Tensor | None
-    ) -> VerifyResult:
-        bs, n = draft_ids.shape
-        probs, is_unusable = target_probs_dense(nodes.logits, nodes.params)
-        seeds, positions = nodes.params.seeds.view(bs, n), nodes.params.positions.view(bs, n)
-        if cells is not None:
-            draft_ids = draft_ids.masked_fill(is_repeated(draft_ids, cells), _NO_DRAFT)
-        result = self._kernels.tree_speculative_sampling_target_only(
-            draft_ids,
-            nodes.links,
-            probs.view(bs, n, -1),
-            coins(self._kernels, seeds, positions, WALK_COIN),
-            coins(self._kernels, seeds[:, 0], positions[:, 0], FINAL_COIN),
-            max_depth,
-            self._spec.threshold_single,
-            self._spec.threshold_acc,
-        )
-        last = result.accept_index.gather(1, result.accept_length.unsqueeze(1)).squeeze(1)
-        tokens = result.predict[last].masked_fill(is_unusable[last], NO_TOKEN)
-        predict = result.predict.index_copy(0, last, tokens)
-        return VerifyResult(predict, result.accept_index, result.accept_length)
-
-    def _logprobs(self, nodes: _Nodes, rows_cpu: Sequence[int], token_ids: Tensor) -> Tensor | None:
-        """Of one token behind each node, [bs * n] fp32; None where no req wants any."""
-        if not any(row in self._reqs and self._reqs[row].wants_logprobs for row in rows_cpu):
-            return None
-        return token_logprobs(nodes.logits, nodes.params.temperature, token_ids)
-
-
-def is_repeated(draft_ids: Tensor, cells: Tensor) -> Tensor:
-    """Whether a sibling before each node holds its token: it would be tried twice. [bs, n] bool.
-
-    draft_ids [bs, n]; cells [bs, n, n], node i attends to node j.
-    """
-    n = draft_ids.shape[1]
-    nodes = torch.arange(n, device=draft_ids.device)
-    # Ancestors stand in ascending order, so that the last of them is the parent.
-    parents = torch.where(cells & (nodes != nodes.unsqueeze(1)), nodes, -1).amax(-1)
-    is_sibling = parents.unsqueeze(1) == parents.unsqueeze(2)
-    is_equal = draft_ids.unsqueeze(1) == draft_ids.unsqueeze(2)
-    return (is_sibling & is_equal & (nodes < nodes.unsqueeze(1))).any(-1)
-
-
-def simulate(result: VerifyResult, draft_ids: Tensor, num_new_tokens: int) -> VerifyResult:
-    """The same batch as if its first `num_new_tokens` nodes, in a row, had been accepted.
-
-    The new tokens are draft tokens of the tree, then what the target chose behind the root, or
-    NO_TOKEN where it could choose nothing: ids of the vocabulary, which make no text.
-    """
-    bs, n = draft_ids.shape
-    first = result.accept_index[:, :1]
-    places = torch.arange(result.accept_index.shape[1], device=first.device)
-    accept_index = (first + places).masked_fill(places >= num_new_tokens, -1)
-    predict = torch.zeros_like(result.predict).view(bs, n)
-    predict[:, : num_new_tokens - 1] = draft_ids[:, 1:num_new_tokens]
-    predict[:, num_new_tokens - 1] = result.predict[first.squeeze(1)]
-    accept_length = torch.full_like(result.accept_length, num_new_tokens - 1)
-    return VerifyResult(predict.flatten(), accept_index, accept_length)
+        return self._rows.top_children(logits, rows, rows_cpu, positions, topk, hot_token_id)
