@@ -101,15 +101,30 @@ class ColocatedReq:
     num_steps: int = 0  # that gave tokens
     error: str = ""
     is_done: bool = False
-    num_computed: int = 0  # of the prompt
+    num_computed: int = 0  # of the prefill
     num_sent_pages: int = 0
+
+    num_resumed: int = 0  # output tokens that its prefill computes again
+
+    @property
+    def all_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def prefill_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids[: self.num_resumed]
 
     @property
     def prefix_len(self) -> int:
         """Committed and computed, as the host knows it."""
-        if self.num_computed < len(self.prompt_ids):
+        if self.num_computed < len(self.prefill_ids):
             return self.num_computed
-        return len(self.prompt_ids) + max(len(self.output_ids), 1) - 1
+        return len(self.prompt_ids) + max(len(self.output_ids), self.num_resumed + 1) - 1
+
+    def resume(self, other: "ColocatedReq") -> None:
+        """Goes on where `other` was."""
+        self.prompt_ids, self.output_ids = list(other.prompt_ids), list(other.output_ids)
+        self.num_resumed = len(self.output_ids)
 
     def sampling(self) -> SamplingRow:
         return SamplingRow(self.params, self.prompt_ids, self.output_ids)
@@ -184,20 +199,20 @@ class ColocatedTarget:
 
     def _row(self, req: ColocatedReq) -> ReqStep:
         page_size, prefix_len = self.executor.page_size, req.prefix_len
-        if req.num_computed < len(req.prompt_ids):
-            stop = min(prefix_len + self._chunk_size, len(req.prompt_ids))
-            is_last = stop == len(req.prompt_ids)
+        if req.num_computed < len(req.prefill_ids):
+            stop = min(prefix_len + self._chunk_size, len(req.prefill_ids))
+            is_last = stop == len(req.prefill_ids)
             page_start, pages = req.give_pages(stop, page_size)
             req.num_computed = stop
             return ReqStep(
                 req.row,
                 Phase.PREFILL,
                 prefix_len,
-                tuple(req.prompt_ids[prefix_len:stop]),
+                tuple(req.prefill_ids[prefix_len:stop]),
                 page_start,
                 pages,
                 num_logits=1 if is_last else 0,
-                next_id=-1 if is_last else req.prompt_ids[stop],
+                next_id=-1 if is_last else req.prefill_ids[stop],
             )
         is_colocated = self._spec.is_colocated
         phase = Phase.SPECULATE if is_colocated else Phase.DECODE
