@@ -5,7 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.worker.spec.selection import Candidates, build_trees, organise, select_top_k_tokens
+from paceline.kernels.api import TreeLinks, TreeMaskMode
+from paceline.kernels.reference.kernel_set import ReferenceKernels
+from paceline.worker.spec.selection import (
+    Candidates,
+    build_trees,
+    organise,
+    organise_tensors,
+    select_top_k_tokens,
+)
 
 NAN = float("nan")
 INF = float("inf")
@@ -103,3 +111,44 @@ def test_a_chosen_childs_parent_is_chosen_and_stands_before_it(
             assert all(float(scores[b, gid]) >= max(real) for gid in chosen)
     for tree, num_nodes in zip(build_trees(steps, wanted, topk), wanted, strict=True):
         assert tree.num_nodes <= num_nodes  # DraftTree itself refuses orphans and repeats
+
+
+@settings(max_examples=200, deadline=None)
+@given(growths())
+def test_trees_as_tensors_are_those_of_the_host_filled_up_with_nodes_linked_nowhere(
+    growth: tuple[list[Candidates], int, list[int]],
+) -> None:
+    steps, topk, wanted = growth
+    num_candidates = sum(step.scores.shape[1] for step in steps)
+    num_nodes = min(wanted[0], num_candidates + 1)
+    host = organise(steps, [num_nodes] * len(wanted))
+    tensors = organise_tensors(steps, num_nodes)
+    for b, organised in enumerate(host):
+        num_real = len(organised.selected)
+        assert int(tensors.num_real[b]) == num_real
+        assert tuple(tensors.parents[b].tolist()) == organised.parents
+        assert tuple(tensors.selected[b, :num_real].tolist()) == organised.selected
+        assert tuple(tensors.draft_ids[b, :num_real].tolist()) == organised.draft_ids
+    built = ReferenceKernels().build_tree(
+        torch.zeros(len(wanted), dtype=torch.int64),
+        tensors.parents,
+        tensors.selected,
+        tensors.draft_ids,
+        torch.zeros(len(wanted), dtype=torch.int64),
+        topk,
+        TreeMaskMode.QLEN_ONLY,
+    )
+    for b, organised in enumerate(host):
+        tree = organised.tree(topk)
+        for node in range(num_nodes):
+            children = [i + 1 for i, parent in enumerate(tree.parents) if parent == node]
+            assert linked_below(built.links, b, node) == (children if node < tree.num_nodes else [])
+
+
+def linked_below(links: TreeLinks, b: int, node: int) -> list[int]:
+    found = []
+    child = int(links.retrieve_next_token[b, node])
+    while child >= 0:
+        found.append(child)
+        child = int(links.retrieve_next_sibling[b, child])
+    return found

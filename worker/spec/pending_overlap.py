@@ -16,7 +16,8 @@ class HostCopy:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._kinds = [(x.shape, x.dtype) for x in tensors]
         parts = [x if x.dtype == torch.int64 else x.view(torch.int32).long() for x in tensors]
-        self._flat = torch.cat([part.flatten() for part in parts])
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._flat = torch.cat([part.flatten() for part in parts]) if parts else nothing
         self._done: torch.cuda.Event | None = None
         if self._flat.is_cuda:
             host = torch.empty(self._flat.shape, dtype=torch.int64, pin_memory=True)
