@@ -108,7 +108,7 @@ class ClusterConfig(Section):
     max_model_len: int = Field(
         default=0, ge=0
     )  # tokens of prompt and output; 0 takes the checkpoint's
-    kernels: Literal["auto", "reference", "triton", "sgl"] = "auto"
+    kernels: Literal["auto", "reference", "native", "triton", "sgl"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False  # the same bits whatever else is computed beside a request
     target: TargetSection = TargetSection()

@@ -1,10 +1,13 @@
 """Kernel sets by name. Factories are lazy: naming a set that is not used imports nothing of it."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from paceline.kernels.api import KernelSet
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +20,13 @@ def load_kernels(name: str, device: str) -> KernelSet:
     """The set `name`, or for "auto" the quickest that serves `device` ("cpu", "cuda", "cuda:1").
 
     Raises: ValueError: no such set, or it cannot serve the device here.
+        NativeBuildError: "native" was named, and cannot be built.
     """
     available = available_kernel_sets(device)
+    if name == "auto" and not _is_cuda(device):
+        return _make_quickest_for_cpu()
     if name == "auto":
-        # On a CPU the others are interpreted: right, and a thousand times slower.
-        name = available[-1] if _is_cuda(device) else "reference"
+        name = available[-1]
     if name not in _SETS:
         raise ValueError(f"kernel set {name!r} is unknown; choose auto or one of {list(_SETS)}")
     if name not in available:
@@ -37,8 +42,26 @@ def available_kernel_sets(device: str = "cpu") -> list[str]:
     return [name for name, entry in _SETS.items() if entry.can_serve(device)]
 
 
+def _make_quickest_for_cpu() -> KernelSet:
+    """Not Triton's: on a CPU it is interpreted, a thousand times slower."""
+    from paceline.kernels.native.build import NativeBuildError
+
+    if _can_native("cpu"):
+        try:
+            return _make_native()
+        except NativeBuildError as error:
+            log.warning("serving with the slower reference kernels: %s", error)
+    return _make_reference()
+
+
 def _is_cuda(device: str) -> bool:
     return device.split(":")[0] == "cuda"
+
+
+def _can_native(device: str) -> bool:
+    from paceline.kernels.native.build import can_build
+
+    return not _is_cuda(device) and can_build()
 
 
 def _can_triton(device: str) -> bool:
@@ -63,6 +86,12 @@ def _make_reference() -> KernelSet:
     return ReferenceKernels()
 
 
+def _make_native() -> KernelSet:
+    from paceline.kernels.native.kernel_set import NativeKernels
+
+    return NativeKernels()
+
+
 def _make_triton() -> KernelSet:
     from paceline.kernels.paged.kernel_set import TritonKernels
 
@@ -77,6 +106,7 @@ def _make_sgl() -> KernelSet:
 
 _SETS = {
     "reference": _Entry(_make_reference, lambda device: True),
+    "native": _Entry(_make_native, _can_native),
     "triton": _Entry(_make_triton, _can_triton),
     "sgl": _Entry(_make_sgl, _can_sgl),
 }

@@ -25,7 +25,7 @@ def shipped_files() -> set[str]:
         for file in (ROOT / folder).rglob("*")
         if file.is_file()
         and "__pycache__" not in file.parts
-        and file.suffix in {".py", ".pyi", ".proto", ".typed", ".json", ".safetensors", ""}
+        and file.suffix in {".py", ".pyi", ".cpp", ".proto", ".typed", ".json", ".safetensors", ""}
     }
 
 

@@ -7,7 +7,7 @@ SpecMethod = Literal["none", "ngram", "standalone", "eagle", "eagle3"]
 Overlap = Literal["auto", "on", "off"]
 VerifyRule = Literal["coupled", "rejection"]
 SimulatedMethod = Literal["match-expected", "multinomial"]
-KernelSetName = Literal["auto", "reference", "triton", "sgl"]
+KernelSetName = Literal["auto", "reference", "native", "triton", "sgl"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,60 @@ import builtins
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from paceline.kernels.native.build import can_build, load_library
 from paceline.kernels.registry import available_kernel_sets, load_kernels
 from paceline.kernels.sgl.capabilities import probe_ops
 from tests.device import HAS_CUDA
 
 
-def test_the_reference_serves_a_cpu_by_default() -> None:
-    assert load_kernels("auto", "cpu").name == "reference"
+def test_compiled_kernels_serve_a_cpu_where_they_can_be_built() -> None:
+    assert load_kernels("auto", "cpu").name == ("native" if can_build() else "reference")
     assert available_kernel_sets("cpu")[0] == "reference"
+
+
+def test_without_a_compiler_the_reference_serves_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert load_kernels("auto", "cpu").name == "reference"
+    with pytest.raises(ValueError, match="'native' cannot serve device 'cpu' here"):
+        load_kernels("native", "cpu")
+
+
+def test_a_failing_compiler_costs_speed_only_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho out of order >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    load_library.cache_clear()
+    assert load_kernels("auto", "cpu").name == "reference"
+    assert "out of order" in caplog.text
+    with pytest.raises(ValueError, match="out of order"):
+        load_kernels("native", "cpu")
+    assert not list(tmp_path.glob("cache/native/*"))
+    load_library.cache_clear()
+
+
+def test_kernels_are_built_once_and_found_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not can_build():
+        return  # the set is not offered here, as the first test proves
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    load_library.cache_clear()
+    load_kernels("native", "cpu")
+    built = list((tmp_path / "native").iterdir())
+    assert [path.suffix for path in built] == [".so"]
+    built_at = built[0].stat().st_mtime_ns
+    load_library.cache_clear()
+    load_kernels("native", "cpu")
+    assert built[0].stat().st_mtime_ns == built_at
+    load_library.cache_clear()
 
 
 def test_an_unknown_set_is_refused_by_name() -> None:
