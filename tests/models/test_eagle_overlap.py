@@ -18,6 +18,7 @@ from paceline.worker.step import (
     StepPlan,
 )
 from paceline.worker.target.build import build_executor
+from paceline.worker.target.device_rows import DeviceSampler
 from paceline.worker.target.executor import Executor
 from tests.colocated import (
     GREEDY,
@@ -128,7 +129,7 @@ def test_tokens_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize(
-    "method, topk",
+    ("method", "topk"),
     # Not a standalone chain: at the edge of the slots it owns, which differ, it rests for a step.
     [("eagle", 1), ("eagle", 4), ("eagle3", 1), ("eagle3", 4), ("standalone", 4)],
 )
@@ -287,6 +288,26 @@ def test_a_ranks_shard_speaks_as_the_whole(
             reqs = target.make_reqs(PROMPTS, ending(params))
             assert target.run(reqs) == say(ending(params))
             assert sum(sum(req.accept_lengths) for req in reqs) > 0
+
+
+def test_choices_made_for_whole_batches_at_once_are_the_same(
+    models: ColocatedModels, say: Callable[[Sequence[SamplingParams]], list[list[int]]]
+) -> None:
+    """As on a GPU, where nothing may be read back."""
+    config = config_of(models.target, overlapped(models, "eagle", topk=4), page_size=16)
+    executor = build_executor(config)
+    path, model = path_of(executor), config.model
+    num_rows = path._runner.req_to_token.num_rows
+    path._sampler = path._growth._sampler = DeviceSampler(
+        executor.kernels, model.vocab_size, model.eos_token_ids, num_rows, path._device,
+        config.spec, is_dense=True,
+    )  # fmt: skip
+    for params in PARAMS:
+        target = ColocatedTarget(executor, chunk_size=CHUNK_SIZE)
+        reqs = target.make_reqs(PROMPTS, ending(params))
+        assert target.run(reqs) == say(ending(params))
+        assert sum(sum(req.accept_lengths) for req in reqs) > 0
+    executor.shutdown()
 
 
 def test_kernels_of_triton_give_the_same_tokens(
