@@ -80,6 +80,11 @@ class DraftSection(Section):
             raise ValueError(
                 f"model is '{self.model}' but method is '{self.method}'; leave out one of them"
             )
+        if self.method == "none" and self.simulated_accept_length:
+            raise ValueError(
+                f"simulated_accept_length is {self.simulated_accept_length:g}, but nothing drafts; "
+                "name a draft, or leave it out"
+            )
         if self.method in HEADS and self.placement == "decoupled":
             raise ValueError(
                 f"method is '{self.method}' but placement is 'decoupled': a head reads its "

@@ -118,6 +118,8 @@ def describe_receipt(receipt: "common_pb2.Receipt") -> str:
     parts = [f"{num_tokens} tokens", f"{num_tokens / steps:.2f} tokens/step"]
     if receipt.proposed_tokens:
         parts.append(f"{receipt.accepted_tokens}/{receipt.proposed_tokens} drafts accepted")
+    if receipt.is_simulated:
+        parts.append("ACCEPTANCE SIMULATED")
     if receipt.cached_tokens:
         parts.append(f"{receipt.cached_tokens}/{receipt.prompt_tokens} prompt tokens cached")
     parts.append(f"first token {receipt.time_to_first_token_s:.2f} s")

@@ -56,7 +56,7 @@ def _print_table(
     console.print(
         f"paceline {server.version}  up {server.uptime_s:.0f} s  "
         f"model {', '.join(model.served_model_names)} ({model.dtype}, context "
-        f"{model.max_model_len})  speculation {server.speculative_method}  "
+        f"{model.max_model_len})  speculation {_describe_speculation(server)}  "
         f"queued {server.num_queued_reqs}",
         highlight=False,
         markup=False,
@@ -89,6 +89,13 @@ def _print_table(
                 highlight=False,
                 markup=False,
             )
+
+
+def _describe_speculation(server: "generation_pb2.GetServerInfoResponse") -> str:
+    if not server.simulated_accept_length:
+        return server.speculative_method
+    made_up = f"{server.simulated_accept_length:g} tokens/step"
+    return f"{server.speculative_method} (ACCEPTANCE SIMULATED, {made_up})"
 
 
 def _describe_draft(group: "generation_pb2.GroupInfo") -> str:

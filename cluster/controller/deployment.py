@@ -106,6 +106,7 @@ def _front_spec(
         port=port,
         grpc_port=grpc_port,
         speculative_method=config.draft.method,
+        simulated_accept_length=config.draft.simulated_accept_length,
         namespace=config.ray.namespace,
     )
 

@@ -32,6 +32,7 @@ class FrontSpec:
     port: int
     grpc_port: int
     speculative_method: str
+    simulated_accept_length: float  # 0: for real
     namespace: str
 
 
@@ -55,6 +56,7 @@ def front_settings(spec: FrontSpec) -> FrontSettings:
         grpc_port=spec.grpc_port,
         http_port=spec.port,
         speculative_method=spec.speculative_method,
+        simulated_accept_length=spec.simulated_accept_length,
         api_keys=section.api_keys,
         admin_api_keys=section.admin_api_keys,
         tls=tls,

@@ -237,6 +237,7 @@ async def server_info(core: GenerationCore) -> generation_pb2.GetServerInfoRespo
         num_queued_reqs=status.num_queued_reqs,
         speculative_method=core.speculative_method,
         max_message_bytes=core.limits.max_message_bytes,
+        simulated_accept_length=core.simulated_accept_length,
     )
 
 

@@ -55,7 +55,9 @@ class DraftMetrics(Collector):
 
 
 class FrontMetrics:
-    def __init__(self, model_name: str) -> None:
+    """`simulated_accept_length` labels all the rest, and is 0 where nothing is made up."""
+
+    def __init__(self, model_name: str, *, simulated_accept_length: float = 0.0) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
 
@@ -94,6 +96,10 @@ class FrontMetrics:
         self._draft_steps = counter("spec_decode_num_drafts", "Steps that verified a draft")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified")
         self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted")
+        gauge(
+            "spec_decode_simulated_accept_length",
+            "Tokens per step made up for a benchmark, 0 for real",
+        ).labels(model_name).set(simulated_accept_length)
         self._fallback_steps = counter(
             "decoupled_fallback_steps", "Steps without a draft although speculation is on"
         )

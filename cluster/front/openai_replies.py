@@ -94,4 +94,5 @@ def receipt_json(receipt: common_pb2.Receipt) -> Json:
         "seed": receipt.seed,
         "group_id": receipt.group_id,
         "num_preemptions": receipt.num_preemptions,
+        "is_simulated": receipt.is_simulated,
     }

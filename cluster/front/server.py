@@ -56,6 +56,7 @@ class FrontSettings:
     http_port: int = 8000  # 0 takes any free one
     max_model_len: int = 0  # 0 takes the model's own
     speculative_method: str = "none"
+    simulated_accept_length: float = 0.0  # 0: for real
     limits: FrontLimits = field(default_factory=FrontLimits)
     api_keys: Sequence[str] = ()
     admin_api_keys: Sequence[str] = ()
@@ -90,6 +91,7 @@ def build_core(settings: FrontSettings) -> GenerationCore:
         settings.resolve_controller,
         limits=settings.limits,
         speculative_method=settings.speculative_method,
+        simulated_accept_length=settings.simulated_accept_length,
     )
 
 

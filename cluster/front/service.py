@@ -58,13 +58,15 @@ class GenerationCore:
         *,
         limits: FrontLimits | None = None,
         speculative_method: str = "none",
+        simulated_accept_length: float = 0.0,
         clock: Clock | None = None,
     ) -> None:
         self.model = model
         self.codec = codec
         self.limits = limits or FrontLimits()
         self.speculative_method = speculative_method
-        self.metrics = FrontMetrics(model.names[0])
+        self.simulated_accept_length = simulated_accept_length
+        self.metrics = FrontMetrics(model.names[0], simulated_accept_length=simulated_accept_length)
         self._clock = clock or SystemClock()
         self.resolver = Resolver(model, codec, self.limits, self._clock)
         self._channels = ChannelCache()
@@ -351,6 +353,7 @@ class GenerationCore:
         receipt.total_s = self._clock.monotonic() - live.received_s
         receipt.seed = live.req.params.seed
         receipt.group_id = live.group_id
+        receipt.is_simulated = self.simulated_accept_length > 0.0
         if not live.is_accounted:
             live.is_accounted = True
             self.metrics.end(receipt, reason, is_failure=is_failure)

@@ -223,6 +223,7 @@ class Receipt(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    IS_SIMULATED_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -249,6 +250,8 @@ class Receipt(_message.Message):
     """The group that served it."""
     num_preemptions: _builtins.int
     """Times the request was preempted and recomputed."""
+    is_simulated: _builtins.bool
+    """Whether acceptance was made up for a benchmark, so that the tokens are not the model's."""
     def __init__(
         self,
         *,
@@ -265,10 +268,11 @@ class Receipt(_message.Message):
         seed: _builtins.int = ...,
         group_id: _builtins.str = ...,
         num_preemptions: _builtins.int = ...,
+        is_simulated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fallback_steps", b"fallback_steps", "group_id", b"group_id", "num_preemptions", b"num_preemptions", "num_steps", b"num_steps", "prompt_tokens", b"prompt_tokens", "proposed_tokens", b"proposed_tokens", "queue_s", b"queue_s", "seed", b"seed", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fallback_steps", b"fallback_steps", "group_id", b"group_id", "is_simulated", b"is_simulated", "num_preemptions", b"num_preemptions", "num_steps", b"num_steps", "prompt_tokens", b"prompt_tokens", "proposed_tokens", b"proposed_tokens", "queue_s", b"queue_s", "seed", b"seed", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -470,6 +470,7 @@ class GetServerInfoResponse(_message.Message):
     NUM_QUEUED_REQS_FIELD_NUMBER: _builtins.int
     SPECULATIVE_METHOD_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    SIMULATED_ACCEPT_LENGTH_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Of Paceline."""
     uptime_s: _builtins.float
@@ -477,9 +478,11 @@ class GetServerInfoResponse(_message.Message):
     num_queued_reqs: _builtins.int
     """Requests in the controller's queue."""
     speculative_method: _builtins.str
-    """"none", "ngram" or "standalone"."""
+    """"none", "ngram", "standalone", "eagle" or "eagle3"."""
     max_message_bytes: _builtins.int
     """Bytes of one message at most, both ways."""
+    simulated_accept_length: _builtins.float
+    """Tokens per step that are made up for a benchmark; 0 where drafts are verified for real."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupInfo]:
         """Every group of the deployment."""
@@ -493,10 +496,11 @@ class GetServerInfoResponse(_message.Message):
         num_queued_reqs: _builtins.int = ...,
         speculative_method: _builtins.str = ...,
         max_message_bytes: _builtins.int = ...,
+        simulated_accept_length: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "max_message_bytes", b"max_message_bytes", "num_queued_reqs", b"num_queued_reqs", "speculative_method", b"speculative_method", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "max_message_bytes", b"max_message_bytes", "num_queued_reqs", b"num_queued_reqs", "simulated_accept_length", b"simulated_accept_length", "speculative_method", b"speculative_method", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,7 +72,7 @@ async def test_two_groups_share_the_requests_and_each_has_a_draft_of_two_ranks(
 
 
 @pytest.mark.parametrize("method", ["ngram", "standalone"])
-async def test_draft_in_the_leaders_process_changes_no_token(
+async def test_draft_without_a_group_of_its_own_changes_no_token(
     ray_cluster: None, tiny_model: Path, tiny_draft: Path, expected: list[list[int]], method: str
 ) -> None:
     settings: dict[str, Any] = {"draft__method": method}

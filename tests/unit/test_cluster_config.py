@@ -90,6 +90,10 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
             "[draft] simulated_accept_length is 9; it must be in 1..5",
         ),
         (
+            {"model": "m", "draft": {"method": "none", "simulated_accept_length": 2}},
+            "[draft] simulated_accept_length is 2, but nothing drafts",
+        ),
+        (
             {"model": "m", "draft": {"method": "ngram", "overlap": "on"}},
             "method 'ngram' makes its drafts on the host",
         ),

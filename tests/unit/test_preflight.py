@@ -268,7 +268,8 @@ def test_a_draft_that_does_not_fit_is_refused_with_the_reason(
 ) -> None:
     make(tmp_path / "draft")
     given = {f"draft__{name}": value for name, value in settings.items()}
-    message = refusal(model=str(tiny_model), draft__model=str(tmp_path / "draft"), **given)
+    given = {"draft__model": str(tmp_path / "draft")} | given
+    message = refusal(model=str(tiny_model), **given)
     assert words in message
 
 
