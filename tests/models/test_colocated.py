@@ -77,7 +77,8 @@ def head(num_steps: int, topk: int = 1, num_draft_tokens: int = 0) -> SpecConfig
 
 
 def test_the_shipped_head_leaves_every_token_and_guesses_well() -> None:
-    """One prompt of each kind, 48 tokens; in chains of four the head's own figures say 1.59."""
+    """One prompt of each kind, 48 tokens: 1.13 is what the head accepts of these without any of
+    the machinery (tests/eagle_rig.py); over all prompts it is 1.59."""
     first = {prompt["kind"]: prompt["prompt"] for prompt in reversed(PROMPTS)}
     prompts = list(first.values())
     want, _ = smollm2_outputs(None, prompts, 48)
@@ -85,7 +86,7 @@ def test_the_shipped_head_leaves_every_token_and_guesses_well() -> None:
     trees, tree_length = smollm2_outputs(head(4, 4, 16), prompts, 48)
     assert chains == want
     assert trees == want
-    assert chain_length == pytest.approx(1.59, rel=0.25)
+    assert chain_length == pytest.approx(1.13, rel=0.1)
     assert tree_length > chain_length
 
 

@@ -118,7 +118,7 @@ class SyncPath(SpeculationPath):
     def _grow(self, plan: StepPlan, sampling: SamplingRows) -> dict[int, DraftTree]:
         """The tree of each row of the plan that has candidates to start from."""
         shape, state = plan.shape, self._state
-        if shape is None or shape.num_steps == 0 or state is None:
+        if state is None or shape is None or shape.num_steps == 0 or shape.num_draft_tokens < 2:
             return {}
         assert state.new_seq_lens is not None
         assert state.verified_id is not None
@@ -169,7 +169,7 @@ class SyncPath(SpeculationPath):
                         parents=(-1, *tree.parents),
                     )
             rows.append(row)
-        return StepPlan(plan.step_id, tuple(rows))
+        return StepPlan(plan.step_id, tuple(rows), plan.shape)
 
     def _forward_draft(self, rows: Sequence[ReqStep], hidden: Tensor) -> ForwardOutput:
         runner = self._runner
@@ -189,19 +189,16 @@ class SyncPath(SpeculationPath):
         self, plan: StepPlan, logits: Tensor | None, sampling: SamplingRows
     ) -> tuple[tuple[RowResult, ...], list[_Verdict]]:
         decision = decide(plan, logits, sampling, self._sampler, self._runner.kernels)
-        results, verdicts = [], []
+        verdicts = []
         for row, result, path, row_sampling in zip(
             plan.rows, decision.rows, decision.paths, sampling, strict=True
         ):
-            if row.phase is Phase.VERIFY:
-                result = replace(result, num_proposed=len(row.input_ids) - 1)
-            results.append(result)
             goes_on = row.num_logits == 0 or bool(result.new_ids)
             # The pages of a prompt may outlive the req; those of a last run are a few tokens.
             if goes_on and not (row.phase is Phase.PREFILL and self._has_prefix_cache):
                 goes_on = not self._ends(result.new_ids, row_sampling)
             verdicts.append(_Verdict(result.new_ids, path, goes_on))
-        return tuple(results), verdicts
+        return decision.rows, verdicts
 
     def _ends(self, new_ids: tuple[int, ...], sampling: SamplingRow | None) -> bool:
         """Whether the req surely ends with this run: its draft has nothing more to do."""
