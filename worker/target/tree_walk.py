@@ -65,6 +65,17 @@ class NodeTree:
     def children(self, node: int) -> list[int]:
         return [i for i in range(node + 1, len(self.parents)) if self.parents[i] == node]
 
+    def tried_ids(self) -> list[int]:
+        """What a walk may accept of each node: _PADDING_ID, for nothing, where a sibling before it
+        holds the same token, which would be tried twice, or where it holds none: NO_TOKEN would
+        equal the target's where that has none."""
+        seen: set[tuple[int, int]] = set()
+        ids = []
+        for token, parent in zip(self.draft_ids, self.parents, strict=True):
+            ids.append(token if token >= 0 and (parent, token) not in seen else _PADDING_ID)
+            seen.add((parent, token))
+        return ids
+
     def max_depth(self) -> int:
         return max(len(self.path(node)) for node in range(len(self.parents)))
 
@@ -306,8 +317,9 @@ def _accepted(
     spec = rows.sampler.spec
     single, acc_factor = check_thresholds(spec.threshold_single, spec.threshold_acc)
     total = 0.0
+    ids = tree.tried_ids()
     for child in tree.children(node):
-        token = tree.draft_ids[child]
+        token = ids[child]
         prob = float(q[token]) if 0 <= token < len(q) else 0.0
         total += prob
         if prob > 0.0 and (coin * acc_factor < total or prob >= single):
@@ -327,9 +339,7 @@ class _Padded:
         self._device = rows.logits.device
         deepest = max(tree.max_depth() for tree in trees)
         self.max_depth = deepest if rows.max_depth is None else min(rows.max_depth, deepest)
-        # NO_TOKEN in a draft would equal the target's where it has none.
-        ids = [[i if i >= 0 else _PADDING_ID for i in tree.draft_ids] for tree in trees]
-        self.draft_ids = self.pad(ids, _PADDING_ID)
+        self.draft_ids = self.pad((tree.tried_ids() for tree in trees), _PADDING_ID)
         self.parents = self.pad([tree.parents for tree in trees], UNLINKED)
 
     def pad(self, rows: Iterable[Sequence[int]], fill: int) -> Tensor:
