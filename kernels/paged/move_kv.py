@@ -54,7 +54,10 @@ def move_kv(caches: Sequence[Tensor], src: Tensor, tgt: Tensor) -> None:
         if (cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype):
             raise ValueError(f"caches differ: {tuple(cache.shape)} and {tuple(first.shape)}")
     row = first.shape[1] * first.shape[2]
-    table = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64).to(src.device)
+    # From pinned memory, since a pageable copy waits for all that the device has to do.
+    table = torch.tensor(
+        [cache.data_ptr() for cache in caches], dtype=torch.int64, pin_memory=src.is_cuda
+    ).to(src.device, non_blocking=True)
     buffer = first.new_empty((len(caches), num_rows, row))
     for slots, is_gather in ((src, True), (tgt, False)):
         _copy_rows_kernel[(num_rows, len(caches))](

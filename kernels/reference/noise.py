@@ -48,9 +48,8 @@ def noise_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
 def _row_words(keys: Tensor) -> tuple[Tensor, Tensor]:
     """The words a and b of each key, [n, 1] int32."""
     words = _as_i32(keys)  # [n, 2]
-    salted = words + torch.tensor(
-        [_i32(0x9E3779B9), _i32(0x7F4A7C15)], dtype=torch.int32, device=keys.device
-    )
+    # Scalars, since a GPU would wait for a tensor of constants.
+    salted = torch.stack((words[:, 0] + _i32(0x9E3779B9), words[:, 1] + _i32(0x7F4A7C15)), 1)
     mixed = _fmix(words.flip(1).bitwise_xor_(_fmix(salted)))
     return mixed[:, :1], mixed[:, 1:]
 

@@ -196,5 +196,5 @@ def to_device(
     device: torch.device,
 ) -> Tensor:
     """Host values on the device; through pinned memory, so that a GPU's queue is not waited for."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
