@@ -34,9 +34,7 @@ def expected(node: int) -> Tensor:
     return logits.masked_fill(~kept, -torch.inf).softmax(0)
 
 
-def walks(
-    spec: SpecConfig = REJECTION, kernels: KernelSet = REFERENCE, num_walks: int = NUM_WALKS
-) -> Tensor:
+def walks(num_walks: int, spec: SpecConfig = REJECTION, kernels: KernelSet = REFERENCE) -> Tensor:
     """Tokens behind root and first guess of many walks, [n, 2]; -1 where there is none."""
     n = len(PARENTS)
     sampler = DeviceSampler(kernels, VOCAB, (), 2, CPU, spec, is_dense=True)
@@ -93,7 +91,7 @@ def worst(tokens: Tensor) -> float:
 
 def test_tokens_follow_the_targets_distribution() -> None:
     """Chi-square of 200 000 walks, and of the second token where the first was accepted."""
-    tokens = walks()
+    tokens = walks(NUM_WALKS)
     assert worst(tokens) < 3.7
     # Behind the other guesses, which have no children, the second token follows their own rows.
     for node in (2, 3):
@@ -147,7 +145,7 @@ class Planted(ReferenceKernels):
 
 def more_of_one_token(given: dict[str, Tensor]) -> None:
     given["probs"] = given["probs"].clone()
-    given["probs"][:, :, DRAFT_IDS[2]] *= 1.05
+    given["probs"][:, :, DRAFT_IDS[2]] *= 1.08
 
 
 def one_coin_for_both(given: dict[str, Tensor]) -> None:
@@ -155,13 +153,13 @@ def one_coin_for_both(given: dict[str, Tensor]) -> None:
 
 
 def coins_that_lean(given: dict[str, Tensor]) -> None:
-    given["coins"] = given["coins"] ** 1.05
+    given["coins"] = given["coins"] ** 1.04
 
 
 @pytest.mark.parametrize(
     ("spec", "fault"),
     [
-        (SpecConfig(rule="rejection", threshold_acc=0.97), None),
+        (SpecConfig(rule="rejection", threshold_acc=0.95), None),
         (SpecConfig(rule="rejection", threshold_single=float(expected(0)[3]) - 1e-3), None),
         (REJECTION, more_of_one_token),
         (REJECTION, one_coin_for_both),
@@ -173,7 +171,7 @@ def test_a_small_bias_would_be_noticed(
     spec: SpecConfig, fault: Callable[[Any], None] | None
 ) -> None:
     kernels = REFERENCE if fault is None else Planted(fault)
-    assert worst(walks(spec, kernels, NUM_WALKS // 2)) > 6.0
+    assert worst(walks(NUM_WALKS // 2, spec, kernels)) > 6.0
 
 
 # ---- one outcome, however it is executed

@@ -7,7 +7,7 @@ sampling req's tree is walked by chance: the tokens are distributed as the targe
 is greedy is the same under both.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +49,12 @@ class NodeTree:
         """Whether it has no drafts."""
         return len(self.draft_ids) == 1
 
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling.params.is_greedy
+
     def logit_row(self, node: int) -> LogitRow:
-        path_ids = tuple(self.draft_ids[i] for i in self.path(node))
+        path_ids = tuple(self.draft_ids[i] for i in self.path(node)) if node else ()
         sampling = self.sampling
         return LogitRow(sampling.params, sampling.prompt_ids, sampling.output_ids, path_ids)
 
@@ -125,19 +129,12 @@ def walk_trees(
         if t.sampling.processors
     ]
     rows = _Rows(apply_processors(logits, processed), mask, sampler, kernels, max_depth)
-    walks: list[Walk | None] = [None] * len(trees)
-    is_rejection = sampler.spec.rule == "rejection"
-    for is_chance in (False, True):
-        chosen = [
-            i
-            for i, tree in enumerate(trees)
-            if (is_rejection and not tree.sampling.params.is_greedy) == is_chance
+    walks = _walk_coupled(trees, rows) if sampler.spec.rule == "coupled" else _reject(trees, rows)
+    if num_simulated:
+        walks = [
+            _simulated(tree, walk, num_simulated) for tree, walk in zip(trees, walks, strict=True)
         ]
-        walk_all = _walk_by_chance if is_chance else _walk_coupled
-        for i, walk in zip(chosen, walk_all([trees[i] for i in chosen], rows), strict=True):
-            walks[i] = walk if num_simulated == 0 else _simulated(trees[i], walk, num_simulated)
-    done = [walk for walk in walks if walk is not None]
-    return _with_logprobs(trees, done, rows)
+    return _with_logprobs(trees, walks, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +163,9 @@ def take(rows: Tensor, index: list[int]) -> Tensor:
     if step > 0 and index and index == list(range(index[0], index[-1] + 1, step)):
         return rows[index[0] : index[-1] + 1 : step]
     return rows[index]
+
+
+_WalkAll = Callable[[Sequence[NodeTree], _Rows], list[Walk]]
 
 
 def _simulated(tree: NodeTree, walk: Walk, num_new_tokens: int) -> Walk:
@@ -248,19 +248,24 @@ def _choose(trees: Sequence[NodeTree], rows: _Rows) -> list[list[int]]:
 # ---- by chance
 
 
+def _reject(trees: Sequence[NodeTree], rows: _Rows) -> list[Walk]:
+    """What is greedy has one outcome, which the coupled walk finds. Rows without drafts are walked
+    apart from trees: distributions of a batch are as wide as its trees."""
+    walks: dict[int, Walk] = {}
+    ways: tuple[tuple[_WalkAll, Callable[[NodeTree], bool]], ...] = (
+        (_walk_coupled, lambda tree: tree.is_greedy),
+        (_walk_by_chance, lambda tree: not tree.is_greedy and tree.is_root),
+        (_walk_by_chance, lambda tree: not tree.is_greedy and not tree.is_root),
+    )
+    for walk_all, is_member in ways:
+        members = [i for i, tree in enumerate(trees) if is_member(tree)]
+        if members:
+            walks.update(zip(members, walk_all([trees[i] for i in members], rows), strict=True))
+    return [walks[i] for i in range(len(trees))]
+
+
 def _walk_by_chance(trees: Sequence[NodeTree], rows: _Rows) -> list[Walk]:
-    """Rows without drafts are walked apart: distributions of a batch are as wide as its trees."""
-    walks: list[Walk | None] = [None] * len(trees)
-    for is_root in (True, False):
-        group = [i for i, tree in enumerate(trees) if tree.is_root == is_root]
-        if group:
-            batch = _Padded([trees[i] for i in group], rows)
-            for i, walk in zip(group, _chances(batch, rows), strict=True):
-                walks[i] = walk
-    return [walk for walk in walks if walk is not None]
-
-
-def _chances(batch: "_Padded", rows: _Rows) -> list[Walk]:
+    batch = _Padded(trees, rows)
     spec = rows.sampler.spec
     seeds, positions = batch.seeds_and_positions()
     walk_coins = coins(rows.kernels, seeds, positions, WALK_COIN)
