@@ -11,13 +11,21 @@ _NOT_FINITE = (
 )
 
 
-def row_result(new_ids: Sequence[int], logprobs: Sequence[float] = ()) -> RowResult:
+def row_result(
+    new_ids: Sequence[int],
+    logprobs: Sequence[float] = (),
+    *,
+    num_proposed: int = 0,
+    is_simulated: bool = False,
+) -> RowResult:
     """Of at least one token, of which the last may be NO_TOKEN, and their log-probabilities."""
     is_lost = new_ids[-1] == NO_TOKEN
     kept = len(new_ids) - is_lost
     return RowResult(
         tuple(new_ids[:kept]),
         max(kept - 1, 0),
-        error=_NOT_FINITE if is_lost else "",
-        logprobs=tuple(logprobs[:kept]),
+        _NOT_FINITE if is_lost else "",
+        num_proposed,
+        tuple(logprobs[:kept]),
+        is_simulated,
     )

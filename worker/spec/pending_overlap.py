@@ -81,9 +81,12 @@ class PendingOverlap:
         ids, accept_lengths, num_real, *logprobs = (x.tolist() for x in tensors)
         for b, accept_length in enumerate(accept_lengths):
             width = accept_length + 1
-            row_logprobs = logprobs[0][b][:width] if logprobs else ()
-            result = row_result(ids[b][:width], row_logprobs)
-            yield replace(result, num_proposed=num_real[b], is_simulated=self._is_simulated)
+            yield row_result(
+                ids[b][:width],
+                logprobs[0][b][:width] if logprobs else (),
+                num_proposed=num_real[b],
+                is_simulated=self._is_simulated,
+            )
 
 
 def _read_drawn(tensors: Sequence[Tensor]) -> Iterator[RowResult]:

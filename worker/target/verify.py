@@ -10,15 +10,11 @@ from torch import Tensor
 
 from paceline.kernels.api import KernelSet
 from paceline.worker.errors import InternalError
-from paceline.worker.sampler import NO_TOKEN, Sampler
+from paceline.worker.row_results import row_result
+from paceline.worker.sampler import Sampler
 from paceline.worker.spec.simulation import simulated_num_new_tokens
 from paceline.worker.step import Phase, ReqStep, RowResult, SamplingRow, StepPlan
 from paceline.worker.target.tree_walk import NodeTree, Walk, walk_trees
-
-_NOT_FINITE = (
-    "its logits have no finite maximum: the model's weights or activations overflow or hold NaN "
-    "there; bfloat16 and float32 hold greater values than float16"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +112,9 @@ def _num_simulated(plan: StepPlan, sampler: Sampler) -> int:
 
 
 def _result(tree: NodeTree, walk: Walk, *, is_simulated: bool) -> RowResult:
-    new_ids, error = walk.new_ids, ""
-    if new_ids[-1] == NO_TOKEN:
-        new_ids, error = new_ids[:-1], _NOT_FINITE
-    return RowResult(
-        new_ids,
-        max(len(new_ids) - 1, 0),
-        error,
+    return row_result(
+        walk.new_ids,
+        walk.logprobs,
         num_proposed=len(tree.draft_ids) - 1,
-        logprobs=walk.logprobs[: len(new_ids)],
         is_simulated=is_simulated,
     )
