@@ -48,6 +48,19 @@ def generate(prompt_ids: Sequence[int], max_tokens: int, *, eos: int | None = EO
     return ids[len(prompt_ids) :]
 
 
+def long_prompt(num_tokens: int, *, min_output: int = 24, start: int = 1) -> list[int]:
+    """A prompt after which the toy model does not end for `min_output` tokens."""
+    for first in range(start, 10_000):
+        ids = [
+            first % VOCAB_SIZE,
+            *(1 + (first * 7 + i) % (VOCAB_SIZE - 1) for i in range(num_tokens)),
+        ]
+        ids = ids[:num_tokens]
+        if EOS not in generate(ids, min_output):
+            return ids
+    raise AssertionError("no such prompt")
+
+
 class ToyExecutor:
     """Follows the contract of `ReqStep` slot by slot, and checks what a plan may not do."""
 

@@ -34,8 +34,9 @@ STANDALONE = SpecConfig(
 class ColocatedToyExecutor(ToyExecutor):
     """Checks besides, slot by slot, what a step may read and write, and when.
 
-    `accept_length` says how many drafts of a row are right, of as many as there are. A slot of the
-    draft holds the tokens that it was computed from.
+    `accept_length` says how many drafts of a row are right, of as many as there are, `spoils` which
+    wrong guesses the model cannot compute. A slot of the draft holds the tokens that it was
+    computed from.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ColocatedToyExecutor(ToyExecutor):
         is_overlapped: bool = False,
         accept_length: Callable[[int], int] | None = None,
         on_collect: Callable[[StepPlan], None] | None = None,
+        spoils: Callable[[Sequence[int]], bool] = lambda ids: False,
         **options: Any,  # of ToyExecutor
     ) -> None:
         reserve = reserve_len(spec, is_overlapped)
@@ -63,6 +65,7 @@ class ColocatedToyExecutor(ToyExecutor):
         rand = random.Random(7)
         self._accept_length = accept_length or (lambda num_drafts: rand.randint(0, num_drafts))
         self._on_collect = on_collect
+        self._spoils = spoils
         # Of each row: tokens with KV, and the one behind them.
         self._seq_lens: dict[int, int] = {}
         self._verified_ids: dict[int, int] = {}
@@ -117,19 +120,22 @@ class ColocatedToyExecutor(ToyExecutor):
         result = super()._answer(row, sampling)
         stop = row.prefix_len + len(row.input_ids)
         assert row.num_logits == 0 or row.next_id == -1
-        if result.new_ids:
+        if row.num_logits:
             self._seq_lens[index] = stop
-            self._verified_ids[index] = result.new_ids[-1]
+            self._verified_ids[index] = result.new_ids[-1] if result.new_ids else VOCAB_SIZE
         next_ids = result.new_ids or (row.next_id,)
         self._extend_draft(index, row.prefix_len, (*row.input_ids, *next_ids))
         return result
 
     def _speculate(self, row: ReqStep, shape: SpecShape | None, sampling: SamplingRow) -> RowResult:
         assert shape is not None
-        assert shape.num_steps < shape.num_draft_tokens or shape.num_steps == 0
         index, start = row.req_pool_index, self._seq_lens[row.req_pool_index]
         root = self._verified_ids[index]
         ids = [*self._read(index, start), root]
+        if root == VOCAB_SIZE:  # launched before the host knew that there is no token
+            assert self.is_overlapped
+            self._own(row, start, start + self._alloc_len)
+            return RowResult(error="there is no root")
         self._check_known(row, start, root, ids, sampling)
         num_drafts = shape.num_draft_tokens - 1
         drafts = self._drafts(ids, min(shape.num_steps, num_drafts))
@@ -140,7 +146,8 @@ class ColocatedToyExecutor(ToyExecutor):
         for i in range(shape.topk * shape.num_steps):
             self._draft_slots[slots[start + i]] = None
         paths = [ids + drafts[:i] for i in range(len(drafts) + 1)]
-        if any(self._overflows(path) and path[-1] != next_token(path[:-1]) for path in paths[1:]):
+        wrong = [path for path in paths[1:] if path[-1] != next_token(path[:-1])]
+        if any(self._overflows(path) or self._spoils(path) for path in wrong):
             return RowResult(error="overflow", num_proposed=num_drafts)
         new_ids: list[int] = []
         error = ""
@@ -228,6 +235,7 @@ class ColocatedGroup(ToyGroup):
         is_overlapped: bool = True,
         accept_length: Callable[[int], int] | None = None,
         on_collect: Callable[[StepPlan], None] | None = None,
+        spoils: Callable[[Sequence[int]], bool] = lambda ids: False,
         **options: Any,  # of ToyGroup
     ) -> None:
         def make(*args: int, **changes: Any) -> ColocatedToyExecutor:
@@ -237,6 +245,7 @@ class ColocatedGroup(ToyGroup):
                 is_overlapped=is_overlapped,
                 accept_length=accept_length,
                 on_collect=on_collect,
+                spoils=spoils,
                 **changes,
             )
 

@@ -19,13 +19,15 @@ NUM_PAGES = 12
 class PagesMachine(RuleBasedStateMachine):
     """Reqs come with few different tokens, so that prefixes are often shared."""
 
-    @initialize(page_size=st.sampled_from([1, 2, 4]))
-    def begin(self, page_size: int) -> None:
+    @initialize(page_size=st.sampled_from([1, 2, 4]), key_shift=st.integers(0, 1))
+    def begin(self, page_size: int, key_shift: int) -> None:
         self.page_size = page_size
-        self.pages = ReqPages(NUM_PAGES, page_size)
+        self.key_shift = key_shift
+        self.pages = ReqPages[ReqId](NUM_PAGES, page_size, key_shift=key_shift)
         self.ids: dict[ReqId, list[int]] = {}
         self.num_opened = 0
-        # What the KV of each page was computed for: all tokens up to its end.
+        # What the KV of each page was computed for: all tokens up to its end, and those behind it
+        # that a shifted draft reads with them.
         self.contents: dict[PageId, tuple[int, ...]] = {}
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=24))
@@ -33,7 +35,7 @@ class PagesMachine(RuleBasedStateMachine):
         prefix = self.pages.match(ids)
         assert len(prefix) * self.page_size < len(ids)
         for i, page in enumerate(prefix):
-            assert self.contents[page] == tuple(ids[: (i + 1) * self.page_size])
+            assert self.contents[page] == self._content(ids, i)
         needed = self.pages.pages_for(len(ids)) - len(prefix) + self.pages.num_unused(prefix)
         if needed > self.pages.num_available:
             return
@@ -84,7 +86,7 @@ class PagesMachine(RuleBasedStateMachine):
         assert counts.num_free + counts.num_owned + counts.num_cached == NUM_PAGES
         for req_id, ids in self.ids.items():
             for i, page in enumerate(self.pages.pages_of(req_id)):
-                wanted = tuple(ids[: (i + 1) * self.page_size])
+                wanted = self._content(ids, i)
                 assert self.contents[page] == wanted, "another req wrote into this page"
 
     def teardown(self) -> None:
@@ -101,7 +103,10 @@ class PagesMachine(RuleBasedStateMachine):
     def _compute(self, req_id: ReqId) -> None:
         ids = self.ids[req_id]
         for i, page in enumerate(self.pages.pages_of(req_id)):
-            self.contents[page] = tuple(ids[: (i + 1) * self.page_size])
+            self.contents[page] = self._content(ids, i)
+
+    def _content(self, ids: list[int], page: int) -> tuple[int, ...]:
+        return tuple(ids[: (page + 1) * self.page_size + self.key_shift])
 
 
 TestPages = PagesMachine.TestCase

@@ -131,3 +131,35 @@ def test_an_owned_page_that_no_req_lists_is_reported_as_orphaned() -> None:
     assert pages.counts().num_orphaned == 1
     with pytest.raises(AssertionError, match="owned by nobody"):
         pages.check()
+
+
+def test_with_shifted_keys_the_token_behind_a_page_is_part_of_it() -> None:
+    """Of 10 shared tokens 9 pairs are shared, so 9 pages of one token at most."""
+    pages = ReqPages[ReqId](40, 1, key_shift=1)
+    ids = list(range(20))
+    first = ReqId("first")
+    pages.open(first)
+    pages.grow(first, 20)
+    pages.close(first, ids, 19)
+    assert len(pages.match([*ids[:10], 99, 98])) == 9
+    assert len(pages.match(ids[:10])) == 9
+    assert len(pages.match(ids)) == 19
+    assert pages.counts().num_cached == 19
+    pages.check()
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "committed_len", "num_kept"), [(8, 8, 1), (9, 8, 2), (9, 7, 1)]
+)
+def test_a_page_is_kept_once_its_whole_key_is_known(
+    num_ids: int, committed_len: int, num_kept: int
+) -> None:
+    pages = ReqPages[ReqId](8, 4, key_shift=1)
+    req_id = ReqId("a")
+    pages.open(req_id)
+    pages.grow(req_id, 12)
+    pages.keep_prefix(req_id, list(range(num_ids)), committed_len)
+    assert len(pages.match(list(range(20)))) == num_kept
+    pages.close(req_id, list(range(13)), 12)
+    assert len(pages.match(list(range(20)))) == 3
+    pages.check()

@@ -28,21 +28,7 @@ from paceline.worker.step import (
     StepReply,
 )
 from tests.polling import wait_for
-from tests.toy import EOS, VOCAB_SIZE, ToyDrafter, ToyGroup, generate
-
-
-def long_prompt(num_tokens: int, *, min_output: int = 24, start: int = 1) -> list[int]:
-    """A prompt after which the toy model does not end for `min_output` tokens."""
-    for first in range(start, 10_000):
-        ids = [
-            first % VOCAB_SIZE,
-            *(1 + (first * 7 + i) % (VOCAB_SIZE - 1) for i in range(num_tokens)),
-        ]
-        ids = ids[:num_tokens]
-        if EOS not in generate(ids, min_output):
-            return ids
-    raise AssertionError("no such prompt")
-
+from tests.toy import EOS, VOCAB_SIZE, ToyDrafter, ToyGroup, generate, long_prompt
 
 # ---- output
 
