@@ -97,6 +97,7 @@ def token_logprobs(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> T
 
     logits: [n, V], after stage 3; temperatures [n] fp32, 1 where greedy; token_ids [n] int64.
     """
-    logprobs = (logits.nan_to_num(nan=-torch.inf) / temperatures.unsqueeze(-1)).log_softmax(-1)
+    logits = logits.masked_fill(logits.isnan(), -torch.inf)
+    logprobs = (logits / temperatures.unsqueeze(-1)).log_softmax(-1)
     chosen = logprobs.gather(-1, token_ids.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return chosen.masked_fill(token_ids < 0, -torch.inf)

@@ -252,7 +252,9 @@ def test_nothing_waits_for_a_gpu_and_its_tokens_are_those_of_the_host(rule: Veri
     logits[4, 1] = float("nan")
     flat = logits.flatten(0, 1)
     mask = torch.full((bs * n, (vocab_size + 31) // 32), -1, dtype=torch.int32)
-    expected = verify("plan", cases, flat, vocab_size=vocab_size, spec=spec, mask=mask)
+    expected = verify(
+        "plan", cases, flat, vocab_size=vocab_size, eos_token_ids=(EOS,), spec=spec, mask=mask
+    )
 
     sampler = DeviceSampler(kernels, vocab_size, (EOS,), bs + 1, device, spec)
     rows_cpu = list(range(1, bs + 1))
