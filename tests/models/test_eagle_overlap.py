@@ -30,11 +30,15 @@ from tests.colocated import (
     spec_config,
 )
 from tests.colocated_models import ColocatedModels, make_colocated_models
+from tests.loop_group import LoopGroup
 from tests.tp import tp_executor
 
 METHODS: tuple[SpecMethod, ...] = ("eagle", "eagle3", "standalone")
 PROMPTS = [[5 + (i * 11) % 240 for i in range(n)] for n in (1, 7, 16, 19)]
 CHUNK_SIZE = 8
+LONG_PARAMS = [replace(params, max_tokens=48) for params in (GREEDY, SAMPLED)]
+TEXTS = [*PROMPTS, PROMPTS[3][:17]]  # two begin alike
+SHORT_OF_PAGES = 40  # of 4 tokens, for texts that want twice as many
 ADJUSTED = {
     "frequency_penalty": 0.4,
     "presence_penalty": 0.2,
@@ -275,6 +279,27 @@ def logged(executor: Executor, params: SamplingParams) -> list[tuple[int, float]
         if req.is_done:
             return found
     raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_loop_short_of_pages_gives_the_tokens_of_plain_decoding(
+    models: ColocatedModels, method: SpecMethod, topk: int
+) -> None:
+    """Prefix hits, preemption and late results included."""
+    outputs = []
+    for spec, num_pages in ((None, 0), (overlapped(models, method, topk=topk), SHORT_OF_PAGES)):
+        config = config_of(models.target, spec, num_pages=num_pages)
+        scheduler = replace(config.scheduler, chunked_prefill_size=CHUNK_SIZE)
+        executor = build_executor(replace(config, scheduler=scheduler))
+        group = LoopGroup(executor)
+        outputs.append([group.generate(TEXTS, params) for params in LONG_PARAMS])
+        num_preempted, num_cached = group.total("num_preemptions"), group.total("cached_tokens")
+        group.close()
+        executor.shutdown()
+    assert outputs[0] == outputs[1]
+    assert num_preempted > 0
+    assert num_cached > 0
 
 
 def test_a_ranks_shard_speaks_as_the_whole(
