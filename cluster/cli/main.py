@@ -37,6 +37,9 @@ _COMMANDS = {
     "generate": _Command("generate", "generate", "Ask a running server; the answer streams."),
     "status": _Command("status", "status", "Show a running server's groups and load."),
     "models": _Command("models", "app", "List the built-in models and fetch them."),
+    "verify-lossless": _Command(
+        "verify_lossless", "verify_lossless", "Show that a draft changes no answer, here and now."
+    ),
     "bench": _Command("bench", "app", "Measure speed against a baseline."),
     "version": _Command("version", "show_version", "Show the versions of what is installed."),
 }
