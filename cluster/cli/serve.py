@@ -40,7 +40,9 @@ def serve(
         Number, option("--max-model-len", "--context-length", help="Prompt and output together.")
     ] = None,
     device: Annotated[Text, option("--device", help="auto, cpu or cuda.")] = None,
-    kernels: Annotated[Text, option("--kernels", help="auto, reference, native, triton or sgl.")] = None,
+    kernels: Annotated[
+        Text, option("--kernels", help="auto, reference, native, triton or sgl.")
+    ] = None,
     deterministic: Annotated[
         Flag,
         typer.Option("--deterministic/--no-deterministic", help="Same bits in any batch; CPU."),
