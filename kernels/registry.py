@@ -14,17 +14,21 @@ log = logging.getLogger(__name__)
 class _Entry:
     make: Callable[[], KernelSet]
     can_serve: Callable[[str], bool]
+    # Its form that gives a row the same bits whatever rows are beside it; on a CPU.
+    make_deterministic: Callable[[], KernelSet] | None = None
 
 
-def load_kernels(name: str, device: str) -> KernelSet:
+def load_kernels(name: str, device: str, *, deterministic: bool = False) -> KernelSet:
     """The set `name`, or for "auto" the quickest that serves `device` ("cpu", "cuda", "cuda:1").
 
-    Raises: ValueError: no such set, or it cannot serve the device here.
+    Args:
+        deterministic: what it computes for a row must depend on that row alone, to the last bit.
+    Raises: ValueError: no such set, or it cannot serve the device here, or not that way.
         NativeBuildError: "native" was named, and cannot be built.
     """
     available = available_kernel_sets(device)
     if name == "auto" and not _is_cuda(device):
-        return _make_quickest_for_cpu()
+        return _make_quickest_for_cpu(deterministic=deterministic)
     if name == "auto":
         name = available[-1]
     if name not in _SETS:
@@ -34,7 +38,16 @@ def load_kernels(name: str, device: str) -> KernelSet:
             f"kernel set {name!r} cannot serve device {device!r} here; "
             f"choose auto or one of {available}"
         )
-    return _SETS[name].make()
+    if not deterministic:
+        return _SETS[name].make()
+    make = _SETS[name].make_deterministic
+    if make is None or _is_cuda(device):
+        able = [n for n, entry in _SETS.items() if entry.make_deterministic]
+        raise ValueError(
+            f"kernel set {name!r} on device {device!r} has no deterministic form; use device 'cpu' "
+            f"with auto or one of {able}, or serve without deterministic"
+        )
+    return make()
 
 
 def available_kernel_sets(device: str = "cpu") -> list[str]:
@@ -42,16 +55,16 @@ def available_kernel_sets(device: str = "cpu") -> list[str]:
     return [name for name, entry in _SETS.items() if entry.can_serve(device)]
 
 
-def _make_quickest_for_cpu() -> KernelSet:
+def _make_quickest_for_cpu(*, deterministic: bool) -> KernelSet:
     """Not Triton's: on a CPU it is interpreted, a thousand times slower."""
     from paceline.kernels.native.build import NativeBuildError
 
     if _can_native("cpu"):
         try:
-            return _make_native()
+            return _make_deterministic_native() if deterministic else _make_native()
         except NativeBuildError as error:
             log.warning("serving with the slower reference kernels: %s", error)
-    return _make_reference()
+    return _make_deterministic_reference() if deterministic else _make_reference()
 
 
 def _is_cuda(device: str) -> bool:
@@ -86,10 +99,22 @@ def _make_reference() -> KernelSet:
     return ReferenceKernels()
 
 
+def _make_deterministic_reference() -> KernelSet:
+    from paceline.kernels.reference.deterministic import DeterministicReference
+
+    return DeterministicReference()
+
+
 def _make_native() -> KernelSet:
     from paceline.kernels.native.kernel_set import NativeKernels
 
     return NativeKernels()
+
+
+def _make_deterministic_native() -> KernelSet:
+    from paceline.kernels.native.deterministic import DeterministicNative
+
+    return DeterministicNative()
 
 
 def _make_triton() -> KernelSet:
@@ -105,8 +130,8 @@ def _make_sgl() -> KernelSet:
 
 
 _SETS = {
-    "reference": _Entry(_make_reference, lambda device: True),
-    "native": _Entry(_make_native, _can_native),
+    "reference": _Entry(_make_reference, lambda device: True, _make_deterministic_reference),
+    "native": _Entry(_make_native, _can_native, _make_deterministic_native),
     "triton": _Entry(_make_triton, _can_triton),
     "sgl": _Entry(_make_sgl, _can_sgl),
 }

@@ -131,22 +131,26 @@ def decode_attention(
     scale: float,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    run = _decodes.get(q.dtype)
-    if (
-        run is None
-        or not k_cache.dtype == v_cache.dtype == q.dtype
-        or not _has_dense_heads(q)
-        or q.shape[2] > MAX_HEAD_DIM
-    ):
+    if not can_attend(q, k_cache, v_cache):
         return reference_decode(q, k_cache, v_cache, kv_indptr, kv_indices, scale)
     check_attention(q, k_cache, v_cache)
     out = torch.empty(q.shape, dtype=q.dtype)
-    run(
+    _decodes[q.dtype](
         q.data_ptr(), q.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), kv_indptr.data_ptr(),
         kv_indices.data_ptr(), out.data_ptr(), q.shape[0], q.shape[1], k_cache.shape[1],
         q.shape[2], scale,
     )  # fmt: skip
     return out
+
+
+def can_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether `decode_attention` is the compiled one for these."""
+    return (
+        q.dtype in _decodes
+        and k_cache.dtype == v_cache.dtype == q.dtype
+        and _has_dense_heads(q)
+        and q.shape[2] <= MAX_HEAD_DIM
+    )
 
 
 def _rows_of(x: Tensor) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.worker.layers.linear import Linear
+from paceline.worker.layers.row_tiles import RowTiles
 from paceline.worker.models.weights import WeightReader
 from paceline.worker.parallel.collective import Collective
 from paceline.worker.parallel.shards import Span, split_evenly
@@ -40,12 +41,18 @@ class VocabEmbedding:
 class LmHead:
     """x [n, hidden] -> logits [n, vocab_size] fp32 on rank 0, None elsewhere."""
 
-    def __init__(self, weight: Tensor, vocab_size: int, collective: Collective) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        vocab_size: int,
+        collective: Collective,
+        tiles: RowTiles | None = None,
+    ) -> None:
         """weight: this rank's rows of the head, split as `vocab_spans` splits."""
         self._collective = collective
         self.vocab_size = vocab_size
         self._sizes = [len(span) for span in vocab_spans(vocab_size, collective.tp_size)]
-        self._linear = Linear(weight)
+        self._linear = Linear(weight, None, tiles)
 
     @classmethod
     def load(
@@ -53,7 +60,7 @@ class LmHead:
     ) -> "LmHead":
         rows = vocab_spans(vocab_size, collective.tp_size)[collective.tp_rank]
         weight = reader.read(name, (vocab_size, hidden), rows=rows)
-        return cls(weight, vocab_size, collective)
+        return cls(weight, vocab_size, collective, reader.tiles)
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if x.shape[0] == 0:

@@ -55,7 +55,7 @@ class LlamaModel:
                 progress(len(self._layers) / len(kept))
         self._norm = RmsNorm(reader, "model.norm.weight", hidden, eps, kernels)
         if config.tie_word_embeddings:
-            self.head = LmHead(self.embed.weight, vocab_size, collective)
+            self.head = LmHead(self.embed.weight, vocab_size, collective, reader.tiles)
         else:
             self.head = LmHead.load(reader, "lm_head.weight", vocab_size, hidden, collective)
         self._cos_sin = make_cos_sin(config, num_positions, reader.device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.worker.errors import ConfigError
+from paceline.worker.layers.row_tiles import RowTiles
 from paceline.worker.models.checkpoint_files import find_weight_files, open_weights
 from paceline.worker.parallel.shards import Span
 
@@ -26,8 +27,15 @@ class WeightReader:
         device: str = "cpu",
         *,
         tensors: Mapping[str, Tensor] | None = None,
+        tiles: RowTiles | None = None,
     ) -> None:
-        """tensors: what the directory holds, opened already; by default its safetensors files."""
+        """
+        Args:
+            tensors: what the directory holds, opened already; by default its safetensors files.
+            tiles: passed on to what multiplies by the tensors; None lets a row's last bits depend
+                on the rows beside it.
+        """
+        self.tiles = tiles
         self.dtype = dtype
         self.device = device
         self._path = Path(path)

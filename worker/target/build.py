@@ -12,6 +12,7 @@ from paceline.worker.cache.kv_buffer import KvBuffer, KvShape, choose_num_pages
 from paceline.worker.cache.req_to_token import ReqToToken, row_width
 from paceline.worker.config import ModelConfig, WorkerConfig
 from paceline.worker.errors import ConfigError
+from paceline.worker.layers.row_tiles import RowTiles
 from paceline.worker.models.eagle_config import EagleConfig
 from paceline.worker.models.registry import load_model_class
 from paceline.worker.models.weights import WeightReader
@@ -75,7 +76,8 @@ def _build_runner(
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     width = row_width(config)
     tell("weights", 0.0)
-    with WeightReader(config.model.path, dtype, config.device) as reader:
+    tiles = RowTiles() if config.deterministic else None
+    with WeightReader(config.model.path, dtype, config.device, tiles=tiles) as reader:
         model = load_model_class(config.model.architecture)(
             config.model, reader, collective, kernels, width, lambda done: tell("weights", done)
         )
@@ -111,6 +113,6 @@ def _load_kernels(config: WorkerConfig) -> KernelSet:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is '{config.device}', but torch finds no GPU; use 'cpu'")
     try:
-        return load_kernels(config.kernels, config.device)
+        return load_kernels(config.kernels, config.device, deterministic=config.deterministic)
     except ValueError as error:
         raise ConfigError(str(error)) from error
