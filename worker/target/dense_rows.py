@@ -92,14 +92,16 @@ class DenseRows:
         trees: BuiltTrees,
         rows: Tensor,
         rows_cpu: Sequence[int],
+        seq_lens: Tensor,
         max_depth: int,
         mask: Tensor | None,
         num_simulated: int,
     ) -> tuple[VerifyResult, Tensor | None]:
         """(the verdict, the log-probabilities of new tokens [bs, max_depth + 1])."""
         bs, n = trees.draft_ids.shape
-        positions = trees.positions[: bs * n].view(bs, n) + 1
         cells = trees.tree_mask[: bs * n * n].view(bs, n, n).bool()
+        # A node attends to as many nodes as stand before the token behind it.
+        positions = seq_lens.unsqueeze(1) + cells.sum(-1)
         nodes = self._nodes(
             logits, rows, rows_cpu, positions, trees.draft_ids, trees.links, cells, mask
         )

@@ -132,7 +132,7 @@ class DeviceSampler:
             num_simulated = simulated_num_new_tokens(self._spec, self._num_verifies, max_depth)
         self._num_verifies += 1
         result, logprobs = self._rows.verify(
-            logits, trees, rows, rows_cpu, max_depth, mask, num_simulated
+            logits, trees, rows, rows_cpu, seq_lens, max_depth, mask, num_simulated
         )
         return Verdict(result.predict, result.accept_index, result.accept_length, logprobs)
 

@@ -57,14 +57,14 @@ class HostRows:
         trees: BuiltTrees,
         rows: Tensor,
         rows_cpu: Sequence[int],
+        seq_lens: Tensor,
         max_depth: int,
         mask: Tensor | None,
         num_simulated: int,
     ) -> tuple[VerifyResult, Tensor | None]:
         """(the verdict, the log-probabilities of new tokens [bs, max_depth + 1])."""
         bs, n = trees.draft_ids.shape
-        # A root stands at the last token committed.
-        text_lens = (trees.positions[: bs * n].view(bs, n)[:, 0] + 1).tolist()
+        text_lens = (seq_lens + 1).tolist()  # with the root, which is committed
         all_ids, all_parents = trees.draft_ids.tolist(), parents_of(trees.links)
         walks = walk_trees(
             [
