@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help setup links models protos fmt lint types arch check test test-full test-kernels \
-	test-dist test-chaos test-gpu golden golden-gpu bench-cpu demo clean
+	test-dist test-chaos test-gpu golden golden-gpu bench-cpu bench-spec demo clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ test-gpu: setup models ## What needs a CUDA device
 
 bench-cpu: setup models ## Speed on this CPU, as ratios; writes results/
 	$(BIN)/paceline bench cpu
+
+bench-spec: setup models ## What speculation gains on this CPU, as ratios; writes results/
+	$(BIN)/paceline bench spec
 
 check: lint types arch ## Lint, types and import rules
 
@@ -80,7 +83,7 @@ links: ## The tree in which the type checker sees the package
 	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder $(LINKS)/$$folder; done
 
 models: setup ## The built-in models, in the cache
-	@$(BIN)/paceline models get smollm2-135m smollm2-135m-draft
+	@$(BIN)/paceline models get smollm2-135m smollm2-135m-draft smollm2-135m-eagle3
 
 clean: ## Remove the environment and everything that is built
 	rm -rf $(VENV) .cache build dist results *.egg-info

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster.group.step_loop import NewReq, ReqEvent, Sink, StepLoop
+from paceline.cluster.group.step_loop import NewReq, ReqEvent, ReqReceipt, Sink, StepLoop
 from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig, WorkerConfig
 from paceline.worker.models.registry import load_model_config
 from paceline.worker.step import PendingStep, ReqId, SamplingParams, SamplingRow, StepPlan
@@ -24,6 +24,8 @@ class RunResult:
     first_token_s: float = 0.0  # of the batch
     execute_s: float = 0.0  # inside the executor
     num_steps: int = 0
+    num_row_steps: int = 0  # those of each request that emitted tokens, added up
+    accepted_tokens: int = 0  # of drafts
 
     @property
     def tokens_per_s(self) -> float:
@@ -62,16 +64,26 @@ class LoopEngine:
     have OpenMP threads of its own, and with more of these than cores neither pool may wait awake.
     """
 
-    def __init__(self, model_dir: Path, *, dtype: str, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        max_model_len: int,
+        spec: SpecConfig | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        spec = spec or SpecConfig()
         model = load_model_config(str(model_dir), max_model_len=max_model_len, dtype=dtype)
-        self._executor = build_executor(WorkerConfig(model))
+        config = WorkerConfig(model, spec=spec, deterministic=deterministic)
+        self._executor = build_executor(config)
         self._timed = _TimedExecutor(self._executor)
         self._loop = StepLoop(
             self._timed,
             None,
             cache=CacheConfig(),
             scheduler=SchedulerConfig(),
-            spec=SpecConfig(),
+            spec=spec,
             max_model_len=model.max_model_len,
             eos_token_ids=model.eos_token_ids,
         )
@@ -83,15 +95,21 @@ class LoopEngine:
         return self._executor.sampler.stats.noise_s
 
     def run(
-        self, prompts: Sequence[list[int]], max_tokens: int, temperature: float = 0.0
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        *,
+        ignore_eos: bool = True,
     ) -> RunResult:
-        """All prompts at once, `max_tokens` each, past any end of sequence.
+        """All prompts at once, `max_tokens` each at most.
 
         Raises TimeoutError: RUN_LIMIT_S passed. RuntimeError: a request failed.
         """
         outputs: list[list[int]] = [[] for _ in prompts]
         first_at: list[float] = []
         errors: list[Exception] = []
+        receipts: list[ReqReceipt] = []
 
         def sink_for(output_ids: list[int]) -> Sink:
             def sink(event: ReqEvent) -> None:
@@ -100,6 +118,8 @@ class LoopEngine:
                 output_ids.extend(event.new_ids)
                 if event.error is not None:
                     errors.append(event.error)
+                if event.receipt is not None:
+                    receipts.append(event.receipt)
 
             return sink
 
@@ -107,7 +127,7 @@ class LoopEngine:
         start = time.perf_counter()
         for i, (prompt, output_ids) in enumerate(zip(prompts, outputs, strict=True)):
             params = SamplingParams(
-                seed=i, max_tokens=max_tokens, temperature=temperature, ignore_eos=True
+                seed=i, max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos
             )
             req_id = ReqId(f"bench-{self._num_runs}-{i}")
             self._loop.submit(NewReq(req_id, list(prompt), [], params), sink_for(output_ids))
@@ -124,6 +144,8 @@ class LoopEngine:
             first_token_s=first_at[0] - start if first_at else 0.0,
             execute_s=self._timed.execute_s - execute_s,
             num_steps=self._loop.step_id - first_step,
+            num_row_steps=sum(receipt.num_steps for receipt in receipts),
+            accepted_tokens=sum(receipt.accepted_tokens for receipt in receipts),
         )
 
     def close(self) -> None:

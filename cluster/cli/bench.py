@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cluster.cli.spec_options import Adaptive, Draft, NumDraftTokens, NumSteps, Topk
+
 app = typer.Typer(
     help="Measure speed on this machine.",
     no_args_is_help=True,
@@ -12,11 +14,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-@app.callback()
-def _bench() -> None:
-    """Keeps `cpu` a sub-command while it is the only one."""
 
 
 @app.command()
@@ -44,6 +41,61 @@ def cpu(
         results_path=output,
         num_blocks=blocks,
         with_demo=demo,
+        console=Console(width=120),
+    )
+    if check and not all(figure.is_met for figure in figures):
+        raise typer.Exit(1)
+
+
+@app.command()
+def spec(
+    model: Annotated[str, typer.Argument(help="Built-in name or directory.")] = "smollm2-135m",
+    draft: Draft = "smollm2-135m-eagle3",
+    num_steps: NumSteps = None,
+    topk: Topk = None,
+    num_draft_tokens: NumDraftTokens = None,
+    adaptive: Adaptive = None,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
+    blocks: Annotated[int, typer.Option(help="Interleaved blocks per ratio, at least 5.")] = 5,
+    output: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path(
+        "results/bench-spec.json"
+    ),
+    check: Annotated[
+        bool, typer.Option(help="Exit with 1 when a figure misses its floor.")
+    ] = False,
+) -> None:
+    """Compare decoding with a draft on the target's own ranks with plain decoding."""
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from paceline.cluster.bench.spec import run_spec_benchmark
+    from paceline.cluster.config import parse_config
+    from paceline.cluster.models.catalog import resolve_model
+    from paceline.cluster.preflight import resolve_models
+
+    section = {
+        "model": draft,
+        "placement": "colocated",
+        "num_steps": num_steps,
+        "topk": topk,
+        "num_draft_tokens": num_draft_tokens,
+        "adaptive": adaptive,
+    }
+    given = {name: value for name, value in section.items() if value is not None}
+    config = parse_config(
+        {"model": model, "dtype": dtype, "device": "cpu", "draft": given}, "the benchmark"
+    )
+    resolved = resolve_models(config, lambda role, stage, done: None)
+    found = replace(
+        resolved.draft.spec_config("cpu"), draft_model=str(resolve_model(resolved.draft.model))
+    )
+    figures = run_spec_benchmark(
+        resolve_model(resolved.model),
+        found,
+        dtype=dtype,
+        results_path=output,
+        num_blocks=blocks,
         console=Console(width=120),
     )
     if check and not all(figure.is_met for figure in figures):

@@ -1,13 +1,11 @@
 """Colocated drafts over several ranks, and the shipped head beside the model it was trained for."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 
+from paceline.cluster.bench.prompts import load_eval_prompts
 from paceline.cluster.models import get_model
 from paceline.worker.config import SpecConfig, SpecMethod
 from paceline.worker.target.build import build_executor
@@ -16,9 +14,7 @@ from tests.colocated_models import ColocatedModels, make_colocated_models
 from tests.tp import tp_executor
 
 TINY_PROMPTS = [[5, 9, 33, 77, 2, 4, 100], [7 + i for i in range(15)], [30, 31]]
-PROMPTS: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "data" / "eval-prompts.json").read_text()
-)
+PROMPTS = load_eval_prompts()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +75,7 @@ def head(num_steps: int, topk: int = 1, num_draft_tokens: int = 0) -> SpecConfig
 def test_the_shipped_head_leaves_every_token_and_guesses_well() -> None:
     """One prompt of each kind, 48 tokens: 1.13 is what the head accepts of these without any of
     the machinery (tests/eagle_rig.py); over all prompts it is 1.59."""
-    first = {prompt["kind"]: prompt["prompt"] for prompt in reversed(PROMPTS)}
+    first = {prompt.kind: list(prompt.ids) for prompt in reversed(PROMPTS)}
     prompts = list(first.values())
     want, _ = smollm2_outputs(None, prompts, 48)
     chains, chain_length = smollm2_outputs(head(4), prompts, 48)
@@ -93,6 +89,6 @@ def test_the_shipped_head_leaves_every_token_and_guesses_well() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_shipped_head_guesses_what_it_did_when_it_was_trained() -> None:
-    prompts = [prompt["prompt"] for prompt in PROMPTS]
+    prompts = [list(prompt.ids) for prompt in PROMPTS]
     _, accept_length = smollm2_outputs(head(4), prompts, 128)
     assert accept_length == pytest.approx(1.59, rel=0.05)

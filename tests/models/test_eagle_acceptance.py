@@ -4,16 +4,14 @@ A head that sees tokens or features one place off, or misses a tap, still works 
 less. The figures are its README's: fp32, greedy, chains of four drafts, up to 128 tokens.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 
+from paceline.cluster.bench.prompts import EvalPrompt, load_eval_prompts
 from paceline.cluster.models import get_model
 from tests.eagle_rig import (
     FULL,
@@ -24,9 +22,7 @@ from tests.eagle_rig import (
     decode_greedily,
 )
 
-PROMPTS: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "data" / "eval-prompts.json").read_text()
-)
+PROMPTS = load_eval_prompts()
 EOS = 2
 NUM_STEPS = 4
 ACCEPT_LENGTH = {"chat": 1.28, "code": 1.84, "codechat": 1.94, "all": 1.59}
@@ -39,17 +35,15 @@ def head() -> Iterator[HeadRunner]:
     executor.shutdown()
 
 
-def measure(
-    head: HeadRunner, prompts: Sequence[dict[str, Any]], max_tokens: int
-) -> dict[str, float]:
+def measure(head: HeadRunner, prompts: Sequence[EvalPrompt], max_tokens: int) -> dict[str, float]:
     """Mean accepted drafts of a step, of each kind of prompt and of all."""
     found: dict[str, list[int]] = defaultdict(list)
     for prompt in prompts:
         truth = decode_greedily(
-            head.target, head.config.capture(FULL), prompt["prompt"], max_tokens + NUM_STEPS, EOS
+            head.target, head.config.capture(FULL), list(prompt.ids), max_tokens + NUM_STEPS, EOS
         )
         lengths = accept_lengths(head, truth, NUM_STEPS, max_tokens)
-        found[prompt["kind"]] += lengths
+        found[prompt.kind] += lengths
         found["all"] += lengths
     return {kind: mean(lengths) for kind, lengths in found.items()}
 
@@ -63,7 +57,7 @@ def test_the_head_guesses_what_it_did_when_it_was_trained(head: HeadRunner) -> N
 
 def test_the_head_guesses_well_from_its_own_places_and_badly_one_off(head: HeadRunner) -> None:
     """Two prompts of the above, 40 tokens each; the figures are of this implementation."""
-    first = {prompt["kind"]: prompt["prompt"] for prompt in reversed(PROMPTS)}
+    first = {prompt.kind: list(prompt.ids) for prompt in reversed(PROMPTS)}
     capture = head.config.capture(FULL)
     for kind, accept_length in (("chat", 0.95), ("code", 1.56)):
         truth = decode_greedily(head.target, capture, first[kind], 40 + NUM_STEPS, EOS)
