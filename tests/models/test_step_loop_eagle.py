@@ -1,16 +1,19 @@
 """The step loop over real ranks that draft, both paths: the tokens of plain decoding, however reqs
 come and go, share prefixes, are cut into chunks or preempted."""
 
+import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from paceline.cluster.group.step_loop import NewReq, ReqEvent
 from paceline.worker.config import Overlap, SpecConfig, SpecMethod
-from paceline.worker.errors import Unavailable
+from paceline.worker.errors import InternalError, Unavailable
 from paceline.worker.spec.limits import reserve_len
 from paceline.worker.step import FinishReason, ReqId, SamplingParams
 from paceline.worker.target.build import build_executor
@@ -239,3 +242,31 @@ def test_a_stop_in_mid_stream_tells_right_tokens_and_returns_every_page(
         told = [token for event in events for token in event.new_ids]
         assert 0 < len(told) < MAX_TOKENS
         assert told == plain["greedy"][0][: len(told)]
+
+
+@PATHS
+@pytest.mark.parametrize(("method", "topk"), [("eagle", 1), ("eagle3", 3), ("standalone", 2)])
+def test_a_req_that_overflows_ends_alone(
+    models: ColocatedModels, tmp_path: Path, method: SpecMethod, topk: int, overlap: Overlap
+) -> None:
+    """The activations of one token are infinite: NaN in all that follows it, and only there."""
+    spec = spec_of(models, method, topk, overlap)
+    with loop_group(models.target, spec) as group:
+        truth = group.generate(PROMPTS)
+    said = Counter(token for output in truth for token in dict.fromkeys(output[:-1]))
+    prompted = {token for prompt in PROMPTS for token in prompt}
+    token = next(t for t, count in said.items() if count == 1 and t not in prompted)
+    sick = next(i for i, output in enumerate(truth) if token in output[:-1])
+    target = Path(shutil.copytree(models.target, tmp_path / "target"))
+    state = load_file(target / "model.safetensors")
+    state["model.embed_tokens.weight"][token] = float("inf")
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    with loop_group(target, spec) as group:
+        for _ in range(2):  # the second time on pages that held NaN
+            outputs = group.generate([*PROMPTS, [*SHARED, token]])
+            assert outputs.pop() == []
+            assert outputs.pop(sick) == truth[sick][: truth[sick].index(token) + 1]
+            assert outputs == [output for i, output in enumerate(truth) if i != sick]
+        errors = [events[-1].error for events in group.events.values() if events[-1].error]
+        assert len(errors) == 4
+        assert all(isinstance(error, InternalError) for error in errors)

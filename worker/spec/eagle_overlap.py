@@ -232,7 +232,9 @@ class OverlapPath(SpeculationPath):
             mine, logprobs = self._sampler.draw_with_logprobs(
                 out.logits, rows.index, rows.index_cpu, seq_lens
             )
-            self._sampler.commit(rows.index, mine[:, None], (mine != NO_TOKEN).long())
+            # Where there was none, the req ends, but one step of it may be launched before that is
+            # known: it goes on from any token, and its result is dropped.
+            self._sampler.commit(rows.index, mine[:, None].clamp(min=0), torch.ones_like(mine))
         drawn = self._agree(mine, (len(ends),)) if ends else seq_lens
         self._state.store_ids(rows, seq_lens, drawn.clamp(min=0))
         return _Known(rows, seq_lens, drawn, logprobs, self._features(out.hidden, batch.num_tokens))
