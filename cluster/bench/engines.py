@@ -72,10 +72,11 @@ class LoopEngine:
         max_model_len: int,
         spec: SpecConfig | None = None,
         deterministic: bool = False,
+        device: str = "cpu",
     ) -> None:
         spec = spec or SpecConfig()
         model = load_model_config(str(model_dir), max_model_len=max_model_len, dtype=dtype)
-        config = WorkerConfig(model, spec=spec, deterministic=deterministic)
+        config = WorkerConfig(model, spec=spec, deterministic=deterministic, device=device)
         self._executor = build_executor(config)
         self._timed = _TimedExecutor(self._executor)
         self._loop = StepLoop(

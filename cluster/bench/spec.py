@@ -4,8 +4,8 @@ Every figure is a ratio of two engines in one process, which answer the same pro
 their own ends. The weights, the kernels and the thread are the same; only drafting differs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,7 @@ def run_spec_benchmark(
     model_dir: Path,
     spec: SpecConfig,
     *,
+    device: str,
     dtype: str,
     results_path: Path,
     num_blocks: int,
@@ -99,6 +100,7 @@ def run_spec_benchmark(
     """Measures everything, prints the table and writes the results.
 
     Args:
+        device: "cpu" or "cuda". Goals are those of a CPU.
         spec: of a colocated draft, as it would serve.
     Raises: ConfigError: no colocated draft, or too few blocks.
     """
@@ -116,7 +118,16 @@ def run_spec_benchmark(
     with ExitStack() as stack:
 
         def open_engine(spec: SpecConfig | None, *, deterministic: bool = False) -> LoopEngine:
-            return stack.enter_context(_engine(model_dir, dtype, spec, deterministic=deterministic))
+            engine = LoopEngine(
+                model_dir,
+                dtype=dtype,
+                max_model_len=MAX_MODEL_LEN,
+                spec=spec,
+                deterministic=deterministic,
+                device=device,
+            )
+            stack.callback(engine.close)
+            return engine
 
         progress("loading")
         plain, sync = Side(open_engine(None)), Side(open_engine(replace(spec, overlap="off")))
@@ -128,10 +139,13 @@ def run_spec_benchmark(
         figures.append(
             _compare("v2_vs_v1", overlapped, sync, 1, num_blocks, progress, goal=OVERLAP_GOAL)
         )
-        fixed = open_engine(None, deterministic=True)
-        for bs in (1, BATCH_SIZE):
-            figures.append(_deterministic_cost(fixed, plain.engine, bs, num_blocks, progress))
-    print_table(console, f"Speculation on this CPU, {model_dir.name}, {dtype}", figures)
+        if device == "cpu":
+            fixed = open_engine(None, deterministic=True)
+            figures += [
+                _deterministic_cost(fixed, plain.engine, bs, num_blocks, progress)
+                for bs in (1, BATCH_SIZE)
+            ]
+    print_table(console, f"Speculation, {model_dir.name}, {dtype}, {device}", figures)
     write_results(
         results_path,
         figures,
@@ -224,20 +238,3 @@ def _deterministic_cost(
         num_blocks=num_blocks,
         progress=progress,
     )
-
-
-@contextmanager
-def _engine(
-    model_dir: Path, dtype: str, spec: SpecConfig | None, *, deterministic: bool
-) -> Iterator[LoopEngine]:
-    engine = LoopEngine(
-        model_dir,
-        dtype=dtype,
-        max_model_len=MAX_MODEL_LEN,
-        spec=spec,
-        deterministic=deterministic,
-    )
-    try:
-        yield engine
-    finally:
-        engine.close()

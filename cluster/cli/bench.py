@@ -55,6 +55,7 @@ def spec(
     topk: Topk = None,
     num_draft_tokens: NumDraftTokens = None,
     adaptive: Adaptive = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
     blocks: Annotated[int, typer.Option(help="Interleaved blocks per ratio, at least 5.")] = 5,
     output: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path(
@@ -84,15 +85,16 @@ def spec(
     }
     given = {name: value for name, value in section.items() if value is not None}
     config = parse_config(
-        {"model": model, "dtype": dtype, "device": "cpu", "draft": given}, "the benchmark"
+        {"model": model, "dtype": dtype, "device": device, "draft": given}, "the benchmark"
     )
     resolved = resolve_models(config, lambda role, stage, done: None)
     found = replace(
-        resolved.draft.spec_config("cpu"), draft_model=str(resolve_model(resolved.draft.model))
+        resolved.draft.spec_config(device), draft_model=str(resolve_model(resolved.draft.model))
     )
     figures = run_spec_benchmark(
         resolve_model(resolved.model),
         found,
+        device=device,
         dtype=dtype,
         results_path=output,
         num_blocks=blocks,
