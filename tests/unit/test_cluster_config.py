@@ -14,10 +14,11 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.toml
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_shipped_examples_parse(path: Path) -> None:
-    config = load_config(path)
-    assert config.draft.method == "standalone"
-    spec = config.draft.spec_config()
-    assert spec.num_draft_tokens == spec.num_steps + 1
+    draft = load_config(path).draft
+    assert draft.model
+    if draft.method != "auto":
+        spec = draft.spec_config()
+        assert spec.num_draft_tokens == spec.num_steps + 1
 
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The flags of `paceline serve`: each setting has one, and it arrives."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from pydantic import BaseModel
 from paceline.cluster.cli import main as cli
 from paceline.cluster.cli import serve
 from paceline.cluster.config import ClusterConfig
+from paceline.cluster.draft_config import DraftSection
 from paceline.cluster.flags import flag_of
 
 
@@ -42,6 +44,18 @@ def test_flag_that_a_message_names_exists() -> None:
     flags = {flag for param in typer.main.get_command(app).params for flag in param.opts}
     named = {flag_of(name) for name in settings(ClusterConfig) if name != "model"}
     assert named - flags == set()
+
+
+def test_the_page_of_options_names_each_with_its_flag_and_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "speculation.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(--[\w-]+)` \| (\S+) \| (.+) \|$", page, re.MULTILINE)
+    fields = DraftSection.model_fields
+    assert [name for name, *_ in rows if name not in fields] == []
+    said = {name: (flag, default.strip("`")) for name, flag, default, _ in rows}
+    for name, field in fields.items():
+        default = str(field.default or "empty") if isinstance(field.default, str) else field.default
+        shown = str(default).lower() if isinstance(default, bool) else str(default)
+        assert said[name] == (flag_of(f"draft.{name}"), shown)
 
 
 def served(*flags: str, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
