@@ -41,12 +41,14 @@ def connect(
     listener: socket.socket | None = None,
     *,
     use_shared_memory: bool = True,
+    sums_in_rank_order: bool = False,
 ) -> Collective:
     """The collective of this rank's group; returns when all ranks have come.
 
     Args:
         listener: rank 0's socket of `reserve_rendezvous`; None lets rank 0 bind the port itself.
         use_shared_memory: where all ranks are CPUs of one machine; the same on every rank.
+        sums_in_rank_order: as `TorchCollective` says; the same on every rank.
     Raises:
         ConfigError: a rank, size, backend or address that cannot be.
         Unavailable: the others did not come within the timeout.
@@ -88,7 +90,9 @@ def connect(
         "joined group tp_rank=%d tp_size=%d backend=%s shared_memory=%s rendezvous=%s",
         config.tp_rank, config.tp_size, config.backend, memory is not None, config.rendezvous,
     )  # fmt: skip
-    return TorchCollective(group, store, device, config.timeout_s, memory)
+    return TorchCollective(
+        group, store, device, config.timeout_s, memory, sums_in_rank_order=sums_in_rank_order
+    )
 
 
 def _make_group(config: ParallelConfig, store: Store, address: str, timeout: timedelta) -> Backend:

@@ -35,6 +35,8 @@ class TorchCollective(Collective):
     device: where the tensors handed in lie.
     timeout_s: of one operation.
     memory: carries small tensors between CPUs of one machine; owned by the collective.
+    sums_in_rank_order: sums of more than two ranks are alike, to the last bit, whatever the shape.
+        gloo's own begin each part of a tensor at another rank.
     """
 
     def __init__(
@@ -44,12 +46,15 @@ class TorchCollective(Collective):
         device: str,
         timeout_s: float,
         memory: SharedMemory | None = None,
+        *,
+        sums_in_rank_order: bool = False,
     ) -> None:
         self.tp_rank = int(group.rank())
         self.tp_size = int(group.size())
         self._group = group
         self._store = store
         self._memory = memory
+        self._sums_in_rank_order = sums_in_rank_order
         self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._failure = ""
@@ -69,12 +74,10 @@ class TorchCollective(Collective):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._memory is not None and self._memory.fits(x.numel(), torch.float32):
-            parts = self._exchange("all_reduce", x, torch.float32)
             # In the order of ranks, so that all of them get the same bits.
-            total = parts[0] + parts[1]
-            for part in parts[2:]:
-                total += part
-            return total.to(x.dtype)
+            return _sum_of(self._exchange("all_reduce", x, torch.float32)).to(x.dtype)
+        if self._sums_in_rank_order and self.tp_size > 2:
+            return self._sum_in_rank_order(x.float()).to(x.dtype)
         if x.is_cuda or x.dtype == torch.float32:
             self._run("all_reduce", lambda: self._group.allreduce([x], self._sum))
             return x
@@ -82,6 +85,11 @@ class TorchCollective(Collective):
         wide = x.float()
         self._run("all_reduce", lambda: self._group.allreduce([wide], self._sum))
         return wide.to(x.dtype)
+
+    def _sum_in_rank_order(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.tp_size)]
+        self._run("all_gather", lambda: self._group.allgather([parts], [x.contiguous()]))
+        return _sum_of(parts)
 
     def gather_last_dim(self, x: Tensor, sizes: list[int]) -> Tensor | None:
         assert len(sizes) == self.tp_size
@@ -181,6 +189,13 @@ class TorchCollective(Collective):
         except RuntimeError as error:
             self._failure = f"{name} failed or outlasted {self._timeout_s:g} s: {describe(error)}"
             raise self._unavailable() from error
+
+
+def _sum_of(parts: list[Tensor]) -> Tensor:
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
 
 
 def describe(error: Exception) -> str:

@@ -14,6 +14,7 @@ from paceline.worker.config import ModelConfig, WorkerConfig
 from paceline.worker.errors import ConfigError
 from paceline.worker.layers.row_tiles import RowTiles
 from paceline.worker.models.eagle_config import EagleConfig
+from paceline.worker.models.llama import LayerShards
 from paceline.worker.models.registry import load_model_class
 from paceline.worker.models.weights import WeightReader
 from paceline.worker.parallel.collective import Collective
@@ -26,6 +27,7 @@ from paceline.worker.spec.colocated_draft import (
     read_draft_config,
 )
 from paceline.worker.target.executor import Executor
+from paceline.worker.target.self_check import check_rows
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,9 @@ def build_executor(
         torch.set_num_threads(config.num_threads)
     kernels = _load_kernels(config)
     tell("connect", 0.0)
-    collective = connect(config.parallel, config.device, listener)
+    collective = connect(
+        config.parallel, config.device, listener, sums_in_rank_order=config.deterministic
+    )
     tell("connect", 1.0)
     try:
         runner, draft = _build_runner(config, draft_config, collective, kernels, tell)
@@ -75,6 +79,8 @@ def _build_runner(
 ) -> tuple[Runner, ColocatedDraft | None]:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     width = row_width(config)
+    if config.deterministic:
+        _check_rows(config.model, collective, kernels)
     tell("weights", 0.0)
     tiles = RowTiles() if config.deterministic else None
     with WeightReader(config.model.path, dtype, config.device, tiles=tiles) as reader:
@@ -106,6 +112,11 @@ def _build_runner(
     req_to_token = ReqToToken(config.scheduler.max_num_seqs + 1, width, page_size, config.device)
     tell("cache", 1.0)
     return Runner(model, kv, req_to_token, kernels), draft
+
+
+def _check_rows(model: ModelConfig, collective: Collective, kernels: KernelSet) -> None:
+    shards = LayerShards.of(model, collective)
+    check_rows(kernels, model, len(shards.heads.queries), len(shards.heads.kvs), len(shards.mlp))
 
 
 def _load_kernels(config: WorkerConfig) -> KernelSet:
