@@ -15,6 +15,8 @@ from paceline.worker.logit_filters import MIN_TEMPERATURE, TOP_P_TOLERANCE, Logi
 from paceline.worker.noise import device_noise_keys, gumbel, signed_seed
 from paceline.worker.step import SamplingParams
 
+# Logits that are transformed at once: a few of their fp64 and int64 companions must find room.
+_MAX_CELLS = 1 << 24
 # In place of a token: the row's greatest logit is not finite, so no token can be chosen from it.
 NO_TOKEN = -1
 
@@ -37,6 +39,20 @@ class DenseParams:
     positions: Tensor
     is_noisy: bool
     is_sorted: bool
+
+    def part(self, rows: slice) -> "DenseParams":
+        """Of some of the rows."""
+        return DenseParams(
+            self.is_greedy[rows],
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.seeds[rows],
+            self.positions[rows],
+            self.is_noisy,
+            self.is_sorted,
+        )
 
     @classmethod
     def of_rows(cls, rows: Sequence[LogitRow], device: torch.device) -> "DenseParams":
@@ -82,9 +98,14 @@ def choose_dense(kernels: KernelSet, logits: Tensor, params: DenseParams) -> Ten
 
     logits: [n, vocab_size] fp32, adjusted already; NaN counts as -inf.
     """
-    logits, is_unusable = without_nan(logits)
-    scores = perturb(kernels, log_weights(logits, params), params) if params.is_noisy else logits
-    return scores.argmax(-1).masked_fill(is_unusable, NO_TOKEN)
+
+    def choose(logits: Tensor, params: DenseParams) -> Tensor:
+        logits, is_unusable = without_nan(logits)
+        if params.is_noisy:
+            logits = perturb(kernels, log_weights(logits, params), params)
+        return logits.argmax(-1).masked_fill(is_unusable, NO_TOKEN)
+
+    return torch.cat([choose(logits[i], params.part(i)) for i in _pieces(logits)])
 
 
 def target_probs_dense(logits: Tensor, params: DenseParams) -> tuple[Tensor, Tensor]:
@@ -93,6 +114,13 @@ def target_probs_dense(logits: Tensor, params: DenseParams) -> tuple[Tensor, Ten
 
     logits: as for `choose_dense`.
     """
+    pieces = [_target_probs(logits[i], params.part(i)) for i in _pieces(logits)]
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([probs for probs, _ in pieces]), torch.cat([none for _, none in pieces])
+
+
+def _target_probs(logits: Tensor, params: DenseParams) -> tuple[Tensor, Tensor]:
     logits, is_unusable = without_nan(logits)
     probs = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     if params.is_noisy:
@@ -125,6 +153,13 @@ def rank_dense(
     probs = (best - scores.logsumexp(-1, keepdim=True)).exp()
     is_missing = best == -torch.inf
     return probs.masked_fill(is_missing, -torch.inf), ids.masked_fill(is_missing, 0)
+
+
+def _pieces(logits: Tensor) -> list[slice]:
+    """The rows in runs of at most _MAX_CELLS logits; one run, which is empty, of no rows."""
+    num_rows, num_columns = logits.shape
+    step = max(_MAX_CELLS // num_columns, 1)
+    return [slice(i, i + step) for i in range(0, max(num_rows, 1), step)]
 
 
 def without_nan(logits: Tensor) -> tuple[Tensor, Tensor]:

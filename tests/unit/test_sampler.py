@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from paceline.kernels.registry import load_kernels
-from paceline.worker.dense_sampler import DenseParams, rank_dense
+from paceline.worker import dense_sampler
+from paceline.worker.dense_sampler import (
+    DenseParams,
+    choose_dense,
+    rank_dense,
+    target_probs_dense,
+)
 from paceline.worker.errors import InternalError
 from paceline.worker.sampler import NO_TOKEN, LogitRow, Sampler
 from paceline.worker.step import SamplingParams
@@ -226,3 +232,31 @@ def test_dense_children_are_those_of_the_host(sampler: Sampler, logits: torch.Te
     assert (dense_probs[:, :-1] >= dense_probs[:, 1:]).all()
     broken = torch.full((1, VOCAB), -torch.inf)
     assert (rank_dense(KERNELS, broken, dense([row()]), 4)[0] == -torch.inf).all()
+
+
+def test_a_batch_cut_in_pieces_gives_the_same(
+    logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = dense(
+        [row(i, temperature=t, top_k=k) for i, t in enumerate((0.0, 0.8)) for k in (0, 9, 3)]
+    )
+    logits[4] = float("nan")
+    whole = choose_dense(KERNELS, logits, rows), *target_probs_dense(logits, rows)
+    for num_rows in (1, 4):
+        monkeypatch.setattr(dense_sampler, "_MAX_CELLS", num_rows * VOCAB)
+        pieces = choose_dense(KERNELS, logits, rows), *target_probs_dense(logits, rows)
+        assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+    assert choose_dense(KERNELS, logits[:0], dense([])).shape == (0,)
+    assert target_probs_dense(logits[:0], dense([]))[0].shape == (0, VOCAB)
+
+
+def test_distributions_on_the_host_are_those_of_whole_batches(
+    sampler: Sampler, logits: torch.Tensor
+) -> None:
+    rows = [row(i, temperature=t, top_k=k) for i, t in enumerate((0.0, 0.8)) for k in (0, 9, 3)]
+    logits[4] = float("nan")
+    probs, has_none = sampler.target_probs(logits, rows)
+    dense_probs, dense_none = target_probs_dense(logits, dense(rows))
+    torch.testing.assert_close(probs, dense_probs)
+    assert has_none.tolist() == dense_none.tolist() == [i == 4 for i in range(6)]
+    assert probs.sum(-1).tolist() == pytest.approx([float(i != 4) for i in range(6)], abs=1e-5)

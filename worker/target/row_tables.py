@@ -103,11 +103,11 @@ class RowTables:
         rows = rows[index]
         ints, floats = self._ints[rows], self._floats[rows]
         part = logits[index]
-        if self._counts is not None:
-            counts = self._counts[rows].unsqueeze(1)  # [m, 1, V]
-            if token_ids is not None and is_on_path is not None:
-                counts = _with_path(counts, token_ids[index], is_on_path[index])
-            part = self._penalise(part, counts, rows, floats)
+        if self._counts is not None and self._is_prompt is not None:
+            counts, is_prompt = self._counts[rows], self._is_prompt[rows]
+            path = None if is_on_path is None or token_ids is None else is_on_path[index]
+            ids = None if token_ids is None else token_ids[index]
+            part = _penalise_nodes(part, counts, is_prompt, floats[:, 3:], ids, path)
         if self._is_ending is not None:
             is_early = positions[index] < ints[:, 3:]
             is_held = is_early.unsqueeze(-1) & self._is_ending[rows].unsqueeze(1)
@@ -125,19 +125,6 @@ class RowTables:
         is_new = is_known & (places < num_new_tokens.unsqueeze(-1))
         cells = rows.unsqueeze(-1) * self._vocab_size + new_ids.clamp(0, self._vocab_size - 1)
         self._counts.view(-1).index_add_(0, cells.flatten(), is_new.flatten().int())
-
-    def _penalise(self, logits: Tensor, counts: Tensor, rows: Tensor, floats: Tensor) -> Tensor:
-        """counts [m, n or 1, V] -> logits [m, n, V]."""
-        frequency, presence, repetition = floats[:, 3:].view(-1, 3, 1, 1).unbind(1)
-        assert self._is_prompt is not None
-        is_seen = self._is_prompt[rows].unsqueeze(1) | (counts > 0)
-        repetition = repetition.float()
-        changed = torch.where(logits > 0, logits / repetition, logits * repetition)
-        changed = changed.clamp(-MAX_PENALISED, MAX_PENALISED)
-        is_repeat = is_seen & logits.isfinite() & (repetition != 1.0)
-        logits = torch.where(is_repeat, changed, logits)
-        penalties = (frequency * counts + presence).float()
-        return torch.where(counts > 0, logits - penalties, logits)
 
     def _open_tables(self, row: int, req: SamplingRow) -> None:
         params = req.params
@@ -181,13 +168,46 @@ def _is_adjusted(params: SamplingParams) -> bool:
     return params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0
 
 
-def _with_path(counts: Tensor, token_ids: Tensor, is_on_path: Tensor) -> Tensor:
-    """counts [m, 1, V] with the tokens on the way to each node counted too: [m, n, V]."""
-    num_nodes, vocab_size = token_ids.shape[1], counts.shape[-1]
+def _penalise_nodes(
+    logits: Tensor,
+    counts: Tensor,
+    is_prompt: Tensor,
+    penalties: Tensor,
+    token_ids: Tensor | None,
+    is_on_path: Tensor | None,
+) -> Tensor:
+    """logits [m, n, V] less the penalties [m, 3] on what counts and is_prompt [m, V] say, and on
+    the tokens on the way to each node, of which there are few."""
+    vocab_size = logits.shape[-1]
+    penalised = _penalise(logits, counts.unsqueeze(1), is_prompt.unsqueeze(1), penalties)
+    if token_ids is None or is_on_path is None:
+        return penalised
     is_known = (token_ids >= 0) & (token_ids < vocab_size)
-    ids = token_ids.clamp(0, vocab_size - 1).unsqueeze(1).expand(is_on_path.shape)
-    counted = (is_on_path & is_known.unsqueeze(1)).int()
-    return counts.repeat(1, num_nodes, 1).scatter_add_(2, ids, counted)
+    ids = token_ids.clamp(0, vocab_size - 1)  # [m, n]
+    is_equal = (ids.unsqueeze(2) == ids.unsqueeze(1)) & is_known.unsqueeze(2)
+    # How often node j's token stands on the way to node i; right for every j, so that all places
+    # below may be written, and those written twice get one value.
+    on_path = torch.bmm(is_on_path.float(), is_equal.float()).int()
+    places = ids.unsqueeze(1).expand(on_path.shape)
+    values = _penalise(
+        logits.gather(2, places),
+        counts.gather(1, ids).unsqueeze(1) + on_path,
+        is_prompt.gather(1, ids).unsqueeze(1),
+        penalties,
+    )
+    return penalised.scatter(2, places, values)
+
+
+def _penalise(logits: Tensor, counts: Tensor, is_prompt: Tensor, penalties: Tensor) -> Tensor:
+    """Of tokens in the last dimension, [m, n, _] each or [m, 1, _]; penalties [m, 3] fp64."""
+    frequency, presence, repetition = penalties.view(-1, 3, 1, 1).unbind(1)
+    repetition = repetition.float()
+    changed = torch.where(logits > 0, logits / repetition, logits * repetition)
+    changed = changed.clamp(-MAX_PENALISED, MAX_PENALISED)
+    is_repeat = (is_prompt | (counts > 0)) & (repetition != 1.0) & logits.isfinite()
+    logits = torch.where(is_repeat, changed, logits)
+    penalty = (frequency * counts + presence).float()
+    return torch.where(counts > 0, logits - penalty, logits)
 
 
 def to_device(
