@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.protos.v1 import generation_pb2
 
 MODEL = "smollm2-135m"
+DRAFT = "smollm2-135m-draft"
 QUESTIONS = (
     "Explain in a few sentences why the sky is blue.",
     "Write a Python function that adds the numbers from 1 to n.",
@@ -61,7 +62,7 @@ def demo_config() -> "ClusterConfig":
             "dtype": "float32",
             "target.tensor_parallel_size": 2,
             "draft.method": "standalone",
-            "draft.model": "auto",
+            "draft.model": DRAFT,
             "front.port": 0,
             "front.grpc_port": 0,
             # All of it fits on one CPU, if slowly: this is a promise to placement only.
