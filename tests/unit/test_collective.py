@@ -25,7 +25,11 @@ T = TypeVar("T")
 
 @contextmanager
 def ranks(
-    tp_size: int, timeout_s: float = 20.0, *, use_shared_memory: bool = True
+    tp_size: int,
+    timeout_s: float = 20.0,
+    *,
+    use_shared_memory: bool = True,
+    sums_in_rank_order: bool = False,
 ) -> Iterator[list[Collective]]:
     """The collectives of a gloo group whose ranks are threads of this process."""
     listener, rendezvous = reserve_rendezvous("127.0.0.1")
@@ -41,6 +45,7 @@ def ranks(
                 "cpu",
                 listener if c.tp_rank == 0 else None,
                 use_shared_memory=use_shared_memory,
+                sums_in_rank_order=sums_in_rank_order,
             )
             for c in configs
         ]
@@ -112,6 +117,23 @@ def test_every_rank_gets_the_same_bits_round_after_round(use_shared_memory: bool
     for i, x in enumerate(first):
         torch.testing.assert_close(x, xs[i % len(xs)].sum(0))
         assert all(torch.equal(x, other[i]) for other in others)
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_in_rank_order_have_the_same_bits_whatever_else_is_summed(
+    dtype: torch.dtype, use_shared_memory: bool
+) -> None:
+    gen = torch.Generator().manual_seed(0)
+    xs = torch.randn(3, SLOT_BYTES // 4 + 5, generator=gen).to(dtype)
+    want = (xs[0].float() + xs[1].float() + xs[2].float()).to(dtype)
+    with ranks(3, use_shared_memory=use_shared_memory, sums_in_rank_order=True) as group:
+        for start, stop in ((0, xs.shape[1]), (5, 12), (0, 1000), (7, xs.shape[1])):
+            sums = on_all(
+                group, lambda c, a=start, b=stop: c.all_reduce(xs[c.tp_rank, a:b].clone())
+            )
+            for got in sums:
+                assert torch.equal(got.result(), want[start:stop])
 
 
 @both_ways
