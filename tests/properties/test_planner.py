@@ -12,9 +12,11 @@ from paceline.cluster.scheduling.planner import (
     PlannedRow,
     PlannedStep,
     RunningReq,
+    clip_shape,
     plan_step,
 )
-from paceline.worker.step import PageId, ReqId
+from paceline.worker.spec.limits import max_tree_nodes
+from paceline.worker.step import PageId, ReqId, SpecShape
 
 LIMITS = PlanLimits(
     page_size=4,
@@ -162,6 +164,95 @@ def test_waiting_reqs_are_looked_at_only_as_far_as_needed() -> None:
     assert len(seen) == 5  # 4 chunks fill the step, the fifth finds no room
 
 
+# ---- where the ranks draft
+
+CHAIN = SpecShape(num_steps=4, topk=1, num_draft_tokens=5)
+RESERVED = replace(LIMITS, reserve=10)
+
+
+def speculate(
+    running: list[RunningReq],
+    waiting: list[AdmissibleReq],
+    num_pages: int = 1000,
+    limits: PlanLimits = RESERVED,
+    shape: SpecShape = CHAIN,
+) -> PlannedStep:
+    pages = {req.req_id: req.num_pages for req in running}
+    return plan_step(running, waiting, num_pages, limits, pages.__getitem__, lambda bs: shape)
+
+
+def test_all_rows_that_speculate_share_one_shape_and_the_rest_is_for_prompts() -> None:
+    running = [decoding("d", 9), decoding("e", 9, order=2), prefilling("p", 30, 8, order=3)]
+    step = speculate(running, [newcomer("n", 40)])
+    assert step.shape == CHAIN
+    assert rows(step) == [("d", 5), ("e", 5), ("p", 8), ("n", 8)]
+    assert [row.is_speculating for row in step.rows] == [True, True, False, False]
+
+
+def test_a_suspect_gets_a_row_without_guesses_and_one_that_waits_none() -> None:
+    running = [
+        replace(decoding("d", 9), is_suspect=True),
+        replace(decoding("e", 9, order=2), is_waiting=True),
+    ]
+    step = speculate(running, [])
+    assert step.shape is None
+    assert rows(step) == [("d", 1)]
+    assert not step.rows[0].is_speculating
+    assert speculate([*running, decoding("f", 9, order=3)], []).shape == CHAIN
+
+
+def test_trees_shrink_to_the_tokens_of_a_step_and_to_what_helps() -> None:
+    limits = replace(RESERVED, max_num_batched_tokens=8)
+    running = [decoding(f"d{i}", 9, order=i) for i in range(4)]
+    assert speculate(running, [], limits=limits).shape == SpecShape(1, 1, 2)
+    step = speculate(running, [newcomer("n", 20)], limits=limits)
+    assert step.shape == SpecShape(0, 1, 1)
+    assert rows(step) == [*((f"d{i}", 1) for i in range(4)), ("n", 4)]
+    left = [decoding("d", 9, num_tokens_left=3), decoding("e", 9, order=2, num_tokens_left=1)]
+    assert speculate(left, []).shape == SpecShape(2, 1, 3)
+    assert speculate(left[1:], []).shape == SpecShape(0, 1, 1)
+
+
+def test_a_decoding_req_gets_its_whole_reserve_or_no_row() -> None:
+    """Committed 8 tokens and a reserve of 10: 5 pages, of which it has 2."""
+    assert rows(speculate([decoding("d", 9)], [], num_pages=3)) == [("d", 5)]
+    assert rows(speculate([decoding("d", 9)], [], num_pages=2)) == []
+    step = speculate([decoding("d", 9), decoding("e", 9, order=2)], [], num_pages=4)
+    assert step.preempted == ()
+    assert rows(step) == [("d", 5)]
+    step = speculate([decoding("d", 9), decoding("e", 9, order=2)], [], num_pages=1)
+    assert step.preempted == ("e",)
+    assert rows(step) == [("d", 5)]
+
+
+def test_a_newcomer_is_admitted_with_room_for_its_drafts() -> None:
+    assert rows(speculate([], [newcomer("n", 8)], num_pages=4)) == []
+    assert rows(speculate([], [newcomer("n", 8)], num_pages=5)) == [("n", 8)]
+
+
+@given(
+    num_steps=st.integers(0, 8),
+    topk=st.integers(1, 4),
+    share=st.floats(0, 1),
+    max_nodes=st.integers(1, 40),
+    max_steps=st.integers(-1, 10),
+)
+def test_a_clipped_shape_is_a_tree_that_can_grow(
+    num_steps: int, topk: int, share: float, max_nodes: int, max_steps: int
+) -> None:
+    most = max_tree_nodes(num_steps, topk) if num_steps else 1
+    shape = SpecShape(num_steps, topk, 1 + num_steps + int(share * (most - 1 - num_steps)))
+    clipped = clip_shape(shape, max_nodes, max_steps)
+    assert 1 <= clipped.num_draft_tokens <= min(max_nodes, shape.num_draft_tokens)
+    assert 0 <= clipped.num_steps <= max(min(shape.num_steps, max_steps), 0)
+    assert (clipped.num_steps == 0) == (clipped.num_draft_tokens == 1)
+    if clipped.num_steps:
+        assert clipped.num_draft_tokens <= max_tree_nodes(clipped.num_steps, topk)
+        assert clipped.num_draft_tokens > clipped.num_steps
+    if max_nodes >= shape.num_draft_tokens and max_steps >= num_steps:
+        assert clipped == shape
+
+
 @st.composite
 def groups(
     draw: st.DrawFn,
@@ -241,6 +332,42 @@ def test_a_plan_keeps_every_limit_and_somebody_moves_on(
         prefills = [req for req in running if not req.is_decoding]
         outranked = any((-r.priority, r.order) < (-best.priority, best.order) for r in prefills)
         assert outranked or _has_row(step.rows, best.req_id)
+
+
+@given(groups(), st.integers(1, 24), st.lists(st.booleans(), min_size=6, max_size=6))
+@settings(max_examples=300, deadline=None)
+def test_a_plan_of_speculating_rows_keeps_every_limit(
+    group: tuple[list[RunningReq], list[AdmissibleReq], int, PlanLimits],
+    reserve: int,
+    is_waiting: list[bool],
+) -> None:
+    running, waiting, num_available, limits = group
+    limits = replace(limits, reserve=reserve)
+    running = [
+        replace(req, is_waiting=flag and req.is_decoding)
+        for req, flag in zip(running, is_waiting, strict=False)
+    ]
+    by_id = {req.req_id: req for req in running}
+    step = plan_step(
+        running, waiting, num_available, limits, lambda r: by_id[r].num_pages, lambda bs: CHAIN
+    )
+    assert sum(row.num_tokens for row in step.rows) <= limits.max_num_batched_tokens
+    decodes = [row for row in step.rows if row.is_decoding]
+    assert all(row.is_speculating for row in decodes)
+    assert not any(by_id[row.req_id].is_waiting for row in decodes)
+    if decodes:
+        assert step.shape is not None
+        assert {row.num_tokens for row in decodes} == {step.shape.num_draft_tokens}
+
+    def pages_for(num_tokens: int) -> int:
+        return -(-num_tokens // limits.page_size)
+
+    left = num_available + sum(by_id[req_id].num_pages for req_id in step.preempted)
+    for row in decodes:
+        req = by_id[row.req_id]
+        left -= max(pages_for(req.num_computed_tokens + reserve) - req.num_pages, 0)
+    left -= sum(pages_for(req.num_tokens + reserve) for req in step.admitted)
+    assert left >= 0
 
 
 def _has_row(planned: tuple[PlannedRow, ...], req_id: ReqId) -> bool:
