@@ -49,12 +49,15 @@ class DraftLeader:
         from paceline.worker.draft.server import DraftServer
         from paceline.worker.spec.vocab import vocab_hash
 
-        config, proposer = await asyncio.to_thread(self._build, rendezvous)
+        config, proposer = await asyncio.get_running_loop().run_in_executor(
+            self._start.device_thread, self._build, rendezvous
+        )
         self._server = DraftServer(
             proposer,
             vocab_hash=vocab_hash(config.model.path),
             vocab_size=config.model.vocab_size,
             group_id=self._settings.group_id,
+            device_thread=self._start.device_thread,
         )
         port = await self._server.start(self._start.host, 0)
         self._address = f"{self._start.host}:{port}"

@@ -7,6 +7,7 @@ rounds all are taken, in order, and only the last is answered: latest wins.
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from paceline.worker.draft.proposer import Proposer, ProposerSnapshot, Round, TreeShape
@@ -43,9 +44,11 @@ class DeviceLoop:
         *,
         on_failure: Callable[[BaseException], None],
         heartbeat_s: float = 1.0,
+        device_thread: Executor | None = None,
     ) -> None:
         """`on_failure` is called once, on the device thread, when the device is lost. An idle loop
-        sends the group's followers a sign of life every `heartbeat_s`."""
+        sends the group's followers a sign of life every `heartbeat_s`. `device_thread` is the one
+        thread that built the proposer; without it the loop has one of its own."""
         self._proposer = proposer
         self._on_failure = on_failure
         self._heartbeat_s = heartbeat_s
@@ -53,10 +56,11 @@ class DeviceLoop:
         self._targets: dict[str, _Target] = {}
         self._is_stopping = False
         self._snapshot = proposer.snapshot()
-        self._thread = threading.Thread(target=self._run, name="draft-device", daemon=True)
+        self._device_thread = device_thread or ThreadPoolExecutor(1, "draft-device")
+        self._running: Future[None] | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        self._running = self._device_thread.submit(self._run)
 
     def open(
         self,
@@ -96,13 +100,11 @@ class DeviceLoop:
         return self._snapshot
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread after the round it is in. Returns whether it ended in time."""
+        """Ends the loop after the round it is in. Returns whether it ended in time."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._running is None or bool(wait([self._running], timeout_s).done)
 
     # ---- the device thread
 

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator
+from concurrent.futures import Executor
 
 import grpc
 from grpc import aio
@@ -41,14 +42,18 @@ class DraftServer(pb_grpc.SpeculationServiceServicer, admin_pb2_grpc.AdminServic
         group_id: str,
         max_streams: int = 64,
         attach_timeout_s: float = 10.0,
+        device_thread: Executor | None = None,
     ) -> None:
+        """`device_thread` as for DeviceLoop."""
         self._vocab_hash = vocab_hash
         self._vocab_size = vocab_size
         self._group_id = group_id
         self._max_model_len = proposer.max_model_len
         self._max_streams = max_streams
         self._attach_timeout_s = attach_timeout_s
-        self._device = DeviceLoop(proposer, on_failure=self._on_device_failure)
+        self._device = DeviceLoop(
+            proposer, on_failure=self._on_device_failure, device_thread=device_thread
+        )
         self._health = health.aio.HealthServicer()
         self._streams: dict[str, _Stream] = {}  # by target group
         self._numbers = itertools.count()
