@@ -15,7 +15,8 @@ export PYTHONSAFEPATH := 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help setup links models protos fmt lint types arch check test test-full test-kernels \
-	test-dist test-chaos test-gpu golden golden-gpu bench-cpu bench-spec demo clean
+	test-dist test-chaos test-gpu golden golden-gpu bench-cpu bench-spec bench-flips \
+	demo clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +47,9 @@ bench-cpu: setup models ## Speed on this CPU, as ratios; writes results/
 
 bench-spec: setup models ## What speculation gains on this CPU, as ratios; writes results/
 	$(BIN)/paceline bench spec
+
+bench-flips: setup models ## How often rounding changes a token, and never with --deterministic
+	$(BIN)/paceline bench flips
 
 check: lint types arch ## Lint, types and import rules
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from paceline.cluster.group.step_loop import NewReq, ReqEvent, ReqReceipt, Sink, StepLoop
 from paceline.worker.config import CacheConfig, SchedulerConfig, SpecConfig, WorkerConfig
 from paceline.worker.models.registry import load_model_config
+from paceline.worker.spec.ngram import NgramDrafter
 from paceline.worker.step import PendingStep, ReqId, SamplingParams, SamplingRow, StepPlan
 from paceline.worker.target.build import build_executor
 from paceline.worker.target.executor import Executor
@@ -81,7 +82,7 @@ class LoopEngine:
         self._timed = _TimedExecutor(self._executor)
         self._loop = StepLoop(
             self._timed,
-            None,
+            NgramDrafter(spec) if spec.method == "ngram" else None,
             cache=CacheConfig(),
             scheduler=SchedulerConfig(),
             spec=spec,
@@ -102,8 +103,9 @@ class LoopEngine:
         temperature: float = 0.0,
         *,
         ignore_eos: bool = True,
+        first_seed: int = 0,
     ) -> RunResult:
-        """All prompts at once, `max_tokens` each at most.
+        """All prompts at once, `max_tokens` each at most; prompt i has the seed first_seed + i.
 
         Raises TimeoutError: RUN_LIMIT_S passed. RuntimeError: a request failed.
         """
@@ -128,7 +130,10 @@ class LoopEngine:
         start = time.perf_counter()
         for i, (prompt, output_ids) in enumerate(zip(prompts, outputs, strict=True)):
             params = SamplingParams(
-                seed=i, max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos
+                seed=first_seed + i,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                ignore_eos=ignore_eos,
             )
             req_id = ReqId(f"bench-{self._num_runs}-{i}")
             self._loop.submit(NewReq(req_id, list(prompt), [], params), sink_for(output_ids))
