@@ -98,7 +98,7 @@ def flips(
     topk: Topk = None,
     num_draft_tokens: NumDraftTokens = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
-    num_prompts: Annotated[int, typer.Option(help="Of the built-in ones, 80 at most.")] = 64,
+    num_prompts: Annotated[int, typer.Option(help="Of the built-in ones, 77 at most.")] = 64,
     max_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 128,
     output: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path(
         "results/bench-flips.json"
