@@ -276,9 +276,10 @@ class ReqTable:
         assert sorted(rows + self._free_rows) == list(range(1, self.max_num_reqs + 1))
         assert len(self._reqs) == len(self._running) + len(self._waiting)
         for req in holders:
-            num_owned = len(self._pages.pages_of(req.req_pool_index)) * self._pages.page_size
-            assert num_owned == req.kv_allocated_len, f"req {req.req_id} lost count of its slots"
-            assert num_owned >= req.num_computed_tokens, f"req {req.req_id} lacks pages"
+            assert req.kv_allocated_len == self._num_owned_slots(req), (
+                f"req {req.req_id} lost slots"
+            )
+            assert req.kv_allocated_len >= req.num_computed_tokens, f"req {req.req_id} lacks pages"
             assert req.num_in_flight <= self._num_in_flight
             assert req.has_ended == (req.req_pool_index in self._leaving)
             assert not req.has_ended or req.num_in_flight > 0, f"req {req.req_id} stays for nothing"
@@ -358,10 +359,11 @@ class ReqTable:
     def _release(self, req: ReqState) -> None:
         """The one way out for a row and its pages; nothing of the req is in flight any more.
 
-        The full pages of its committed tokens go to the prefix cache, all others of those it
-        owned back to the pool.
+        Two numbers say it all: the full pages up to `kv_committed_len` go to the prefix cache, all
+        others up to `kv_allocated_len` back to the pool.
         """
         assert req.num_in_flight == 0, f"req {req.req_id} is in flight"
+        assert req.kv_allocated_len == self._num_owned_slots(req), f"req {req.req_id} lost slots"
         committed_len = req.kv_committed_len if req.keeps_prefix else 0
         self._pages.close(req.req_pool_index, req.all_ids(), committed_len)
         heapq.heappush(self._free_rows, req.req_pool_index)
@@ -377,8 +379,10 @@ class ReqTable:
 
     def _grow(self, req: ReqState, num_tokens: int) -> None:
         self._pages.grow(req.req_pool_index, num_tokens)
-        num_pages = len(self._pages.pages_of(req.req_pool_index))
-        req.kv_allocated_len = num_pages * self._pages.page_size
+        req.kv_allocated_len = self._num_owned_slots(req)
+
+    def _num_owned_slots(self, req: ReqState) -> int:
+        return len(self._pages.pages_of(req.req_pool_index)) * self._pages.page_size
 
     def _share_prompt(self, req: ReqState) -> None:
         """Lets others use the full pages of a prompt, and takes theirs for its own.
