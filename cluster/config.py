@@ -119,6 +119,16 @@ class ClusterConfig(Section):
     front: FrontSection = FrontSection()
     ray: RaySection = RaySection()
 
+    @model_validator(mode="after")
+    def _can_be_deterministic(self) -> "ClusterConfig":
+        if self.deterministic and (self.device == "cuda" or self.kernels in ("triton", "sgl")):
+            raise ValueError(
+                f"deterministic is kept on CPUs by the kernel sets native and reference, not by "
+                f"kernels '{self.kernels}' on device '{self.device}'; set device 'cpu' and kernels "
+                "'auto'"
+            )
+        return self
+
     @property
     def names(self) -> tuple[str, ...]:
         """What clients may call the model; the first is the one answers carry."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster.config import load_config, parse_config
+from paceline.cluster.controller.deployment import draft_specs, target_specs
 from paceline.cluster.draft_config import DraftSection, parse_speculative_config
 from paceline.worker.errors import ConfigError
 
@@ -53,6 +54,12 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
             "[draft] model is 'd' but method is 'ngram'; leave out one of them",
         ),
         ({"model": "m", "draft": {"method": "eagle3"}}, "[draft] method is 'eagle3' but model is"),
+        (
+            {"model": "m", "deterministic": True, "device": "cuda"},
+            "kept on CPUs by the kernel sets native and reference, not by kernels 'auto' on device "
+            "'cuda'; set device 'cpu'",
+        ),
+        ({"model": "m", "deterministic": True, "kernels": "triton"}, "not by kernels 'triton'"),
         (
             {"model": "m", "draft": {"method": "eagle", "model": "h", "placement": "decoupled"}},
             "a head reads its target's hidden states",
@@ -242,3 +249,12 @@ def test_every_field_of_a_draft_has_a_key_in_the_known_json_shape() -> None:
     text = '{"model": "h", "rule": "rejection", "adaptive": false, "num_steps": 3}'
     draft = load_config(None, {"model": "m", **parse_speculative_config(text)}).draft
     assert (draft.rule, draft.adaptive, draft.num_steps) == ("rejection", False, 3)
+
+
+def test_a_target_is_told_to_be_deterministic_and_its_draft_need_not_be() -> None:
+    draft = {"method": "standalone", "model": "d", "placement": "decoupled"}
+    config = parse_config({"model": "m", "deterministic": True, "draft": draft})
+    assert [spec.settings.deterministic for spec in target_specs(config, "cpu")] == [True]
+    assert [spec.settings.deterministic for spec in draft_specs(config, "cpu")] == [False]
+    plain = parse_config({"model": "m"})
+    assert not target_specs(plain, "cpu")[0].settings.deterministic

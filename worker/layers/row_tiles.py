@@ -17,6 +17,7 @@ MakeProduct = Callable[[Tensor, Tensor | None], Product]  # of weight [out, in] 
 
 TILE = 32
 _LARGE_TILES = (64, 128, 256, 512)  # for prompts, where they prove equal to tiles of TILE
+_ROWS_AT_ONCE = 4096  # of a trial's factors that are fp32 before they are rounded
 _MAX_LARGE_RESULTS = 8_000_000  # of the trial of a large tile; a model's head never gets one
 
 
@@ -89,19 +90,20 @@ class _Trial:
         self._dtype = dtype
 
     def weight(self, count: int) -> Tensor:
-        half = self._random(count, len(self._order) // 2)
-        return self._spread(half, -half)
+        return self._random(count, -1.0)
 
     def rows(self, count: int) -> Tensor:
-        half = self._random(count, len(self._order) // 2)
-        return self._spread(half, half)
+        return self._random(count, 1.0)
 
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._generator)
-
-    def _spread(self, first: Tensor, second: Tensor) -> Tensor:
-        odd = first.new_zeros(len(first), len(self._order) % 2)
-        return torch.cat([first, second, odd], 1)[:, self._order].to(self._dtype)
+    def _random(self, count: int, sign: float) -> Tensor:
+        """[count, in]: halves that are alike up to `sign`, in the trial's order."""
+        in_features = len(self._order)
+        found = torch.empty(count, in_features, dtype=self._dtype)
+        for part in found.split(_ROWS_AT_ONCE):
+            half = torch.randn(len(part), in_features // 2, generator=self._generator)
+            odd = half.new_zeros(len(part), in_features % 2)
+            part.copy_(torch.cat([half, sign * half, odd], 1)[:, self._order])
+        return found
 
 
 def _try_out(product: Product, trial: _Trial, out_features: int) -> RowTile:
