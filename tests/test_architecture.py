@@ -213,12 +213,14 @@ def test_no_module_is_named_like_the_standard_library_or_a_dependency() -> None:
 
 # --- who may touch what -----------------------------------------------------------------------
 
-# The process entries, the launcher (for what Ray reads when it starts) and what finds the cache.
+# The process entries, the launcher (for what Ray reads when it starts), and what finds the cache or
+# a compiler.
 TOUCHES_THE_ENVIRONMENT = (
     "worker/entry.py",
     "cluster/cli/",
     "cluster/launch.py",
     "cluster/models/",
+    "kernels/native/build.py",
 )
 
 
