@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from paceline.cluster.front.channels import server_options
-from paceline.cluster.front.errors import answers_rpc
+from paceline.cluster.front.errors import answers_rpc, to_status
 from paceline.protos.v1 import common_pb2, controller_pb2, generation_pb2, group_pb2
 from paceline.protos.v1.controller_pb2_grpc import (
     ControllerServiceServicer,
@@ -36,7 +36,7 @@ async def serve(add: Callable[[Any, grpc.aio.Server], None], servicer: object) -
 
 @dataclass
 class Script:
-    """What a leader does with a Run.
+    """What a leader does with a request.
 
     Without `token_ids` it echoes the prompt, over and over. It emits `per_step` tokens a message,
     and before each message it waits for `gate`.
@@ -54,14 +54,18 @@ class Script:
         self.gate.set()
 
 
+_BROKEN = group_pb2.RunResponse()  # instead of which the connection breaks
+
+
 class FakeLeader(GroupServiceServicer):
     def __init__(self, group_id: str = "target-0") -> None:
         self.group_id = group_id
         self.script = Script()
         self.draft: common_pb2.DraftHealth | None = None
-        self.requests: list[group_pb2.RunRequest] = []
+        self.num_streams = 0
+        self.requests: list[group_pb2.StartReq] = []
         self.running: dict[str, asyncio.Event] = {}
-        self.cancelled: list[str] = []
+        self.cancelled: list[str] = []  # with their stream
         self.aborts: list[str] = []
         self.address = ""
         self._server: Any = None
@@ -75,52 +79,92 @@ class FakeLeader(GroupServiceServicer):
 
     @answers_rpc
     async def Run(  # noqa: N802 - the .proto's name
-        self, request: group_pb2.RunRequest, context: Any
+        self, request_iterator: AsyncIterator[group_pb2.RunRequest], context: Any
     ) -> AsyncIterator[group_pb2.RunResponse]:
-        if request.req_id in self.running:
-            raise AlreadyExists(f"request '{request.req_id}' is running")
-        self.requests.append(request)
-        is_aborted = self.running[request.req_id] = asyncio.Event()
+        self.num_streams += 1
+        news: asyncio.Queue[group_pb2.RunResponse | None] = asyncio.Queue(maxsize=4)
+        runs: dict[int, asyncio.Task[None]] = {}
+        req_ids: dict[int, str] = {}
+
+        async def take_orders() -> None:
+            async for request in request_iterator:
+                for number in request.aborts:
+                    self._abort(req_ids[number])
+                for start in request.starts:
+                    req_ids[start.number] = start.req_id
+                    runs[start.number] = asyncio.create_task(self._run(start, news))
+            await news.put(None)
+
+        orders = asyncio.create_task(take_orders())
+        try:
+            while (response := await news.get()) is not None:
+                if response is _BROKEN:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                yield response
+        finally:
+            tasks = [orders, *runs.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(
+        self, start: group_pb2.StartReq, news: "asyncio.Queue[group_pb2.RunResponse | None]"
+    ) -> None:
+        async def put(ids: list[int], end: group_pb2.ReqEnd | None = None) -> None:
+            response = group_pb2.RunResponse(ends=[] if end is None else [end])
+            if ids:
+                response.numbers.append(start.number)
+                response.num_tokens.append(len(ids))
+                response.token_ids.extend(ids)
+            await news.put(response)
+
+        async def put_error(error: PacelineError) -> None:
+            status = to_status(error).SerializeToString()
+            await put([], group_pb2.ReqEnd(number=start.number, error=status))
+
+        if start.req_id in self.running:
+            await put_error(AlreadyExists(f"request '{start.req_id}' is running"))
+            return
+        self.requests.append(start)
+        is_aborted = self.running[start.req_id] = asyncio.Event()
         script = self.script
         num_sent = 0
-        has_ended = False
         try:
-            for ids, is_last in self._steps(script, request):
+            for ids, is_last in self._steps(script, start):
                 await self._wait_for_turn(script, is_aborted)
                 if is_aborted.is_set() and not script.ignores_abort:
-                    has_ended = True
-                    yield self._last(request, num_sent, (), common_pb2.FINISH_REASON_ABORT)
+                    await put([], self._end(start, num_sent, common_pb2.FINISH_REASON_ABORT))
                     return
                 if script.error_after is not None and num_sent >= script.error_after:
                     if script.error is None:
-                        await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-                    raise script.error
+                        await news.put(_BROKEN)
+                    else:
+                        await put_error(script.error)
+                    return
                 num_sent += len(ids)
-                if is_last:
-                    has_ended = True
-                    yield self._last(request, num_sent, ids, common_pb2.FINISH_REASON_LENGTH)
-                else:
-                    yield group_pb2.RunResponse(token_ids=ids)
+                reason = common_pb2.FINISH_REASON_LENGTH
+                await put(ids, self._end(start, num_sent, reason) if is_last else None)
         except asyncio.CancelledError:
-            self.cancelled.append(request.req_id)
+            self.cancelled.append(start.req_id)
             raise
         finally:
-            if not has_ended and request.req_id not in self.cancelled:
-                self.cancelled.append(request.req_id)
-            del self.running[request.req_id]
+            del self.running[start.req_id]
 
     @answers_rpc
     async def AbortReq(  # noqa: N802 - the .proto's name
         self, request: group_pb2.AbortReqRequest, context: Any
     ) -> group_pb2.AbortReqResponse:
-        self.aborts.append(request.req_id)
-        found = self.running.get(request.req_id)
+        return group_pb2.AbortReqResponse(found=self._abort(request.req_id))
+
+    def _abort(self, req_id: str) -> bool:
+        self.aborts.append(req_id)
+        found = self.running.get(req_id)
         if found is not None:
             found.set()
-        return group_pb2.AbortReqResponse(found=found is not None)
+        return found is not None
 
     def _steps(
-        self, script: Script, request: group_pb2.RunRequest
+        self, script: Script, request: group_pb2.StartReq
     ) -> "list[tuple[list[int], bool]] | Any":
         source = script.token_ids or list(request.prompt_ids)
         limit = request.sampling_params.max_tokens
@@ -143,20 +187,18 @@ class FakeLeader(GroupServiceServicer):
             for wait in waits:
                 wait.cancel()
 
-    def _last(
-        self, request: group_pb2.RunRequest, num_sent: int, ids: Any, reason: Any
-    ) -> group_pb2.RunResponse:
+    def _end(self, start: group_pb2.StartReq, num_sent: int, reason: Any) -> group_pb2.ReqEnd:
         receipt = common_pb2.Receipt(
-            prompt_tokens=len(request.prompt_ids),
+            prompt_tokens=len(start.prompt_ids),
             completion_tokens=num_sent,
             cached_tokens=3,
             proposed_tokens=8,
             accepted_tokens=5,
             num_steps=max(1, num_sent - 5),
-            seed=request.sampling_params.seed,
+            seed=start.sampling_params.seed,
             group_id=self.group_id,
         )
-        return group_pb2.RunResponse(token_ids=ids, finish_reason=reason, receipt=receipt)
+        return group_pb2.ReqEnd(number=start.number, finish_reason=reason, receipt=receipt)
 
 
 class FakeController(ControllerServiceServicer):

@@ -244,9 +244,12 @@ def answers_rpc(handler: Callable[..., Any]) -> Callable[..., Any]:
 async def _abort_with(context: Any, error: BaseException, what: str) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, grpc.aio.InternalError):
+        log.debug("write failed method=%s: %s", what, error)
+        error = asyncio.CancelledError()  # the client is gone, and gRPC is about to tell
     if isinstance(error, asyncio.CancelledError):
         # The client's own cancel or deadline: it is gone, and gRPC refuses the abort.
-        with suppress(grpc.aio.UsageError, asyncio.InvalidStateError):
+        with suppress(grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError):
             await abort(context, Cancelled("the call was cancelled"))
         return
     if isinstance(error, PacelineError):
@@ -259,16 +262,17 @@ def from_rpc_error(error: grpc.RpcError) -> PacelineError:
     """The error that a server of ours sent, or the closest one for a status that is not ours."""
     code = error.code()
     text = error.details() or code.name
-    status = _details_of(error)
-    info = error_details_pb2.ErrorInfo()
-    if status is not None:
-        for detail in status.details:
-            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-                detail.Unpack(info)
-    if info.domain != DOMAIN or info.reason not in _BY_REASON:
-        closest: type[PacelineError] = _BY_CODE.get(code, InternalError)
-        return closest(text)
-    return _rebuild(_BY_REASON[info.reason].error, text, info, status)
+    ours = _rebuild(_details_of(error), text)
+    if ours is not None:
+        return ours
+    closest: type[PacelineError] = _BY_CODE.get(code, InternalError)
+    return closest(text)
+
+
+def from_status(data: bytes) -> PacelineError:
+    """The error of a serialized `to_status`."""
+    status = status_pb2.Status.FromString(data)
+    return _rebuild(status, status.message) or InternalError(status.message)
 
 
 def is_ours(error: grpc.RpcError) -> bool:
@@ -284,9 +288,15 @@ def _details_of(error: grpc.RpcError) -> status_pb2.Status | None:
     return None
 
 
-def _rebuild(
-    cls: type[PacelineError], text: str, info: error_details_pb2.ErrorInfo, status: Any
-) -> PacelineError:
+def _rebuild(status: status_pb2.Status | None, text: str) -> PacelineError | None:
+    """None for a status that is not ours."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details if status is not None else ():
+        if detail.Is(info.DESCRIPTOR):
+            detail.Unpack(info)
+    if info.domain != DOMAIN or info.reason not in _BY_REASON:
+        return None
+    cls = _BY_REASON[info.reason].error
     if cls is InvalidRequest or cls is NotFound:
         return cls(text, info.metadata.get("field", ""))
     if cls is DeadlineExceeded:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.cluster.front.answer import Answer
+from paceline.cluster.front.leader_stream import LeaderRun
 from paceline.cluster.front.requests import ResolvedReq
 from paceline.protos.v1 import common_pb2
 from paceline.worker.errors import AlreadyExists, Overloaded, PacelineError
@@ -21,10 +22,12 @@ class LiveReq:
     first_token_s: float | None = None  # monotonic
     last_token_s: float = 0.0  # monotonic
     group_receipt: common_pb2.Receipt = field(default_factory=common_pb2.Receipt)
-    # The RPC it waits on now: cancelling it wakes the request up.
+    # What it waits on: the call that asks for a group, then the run there.
     call: Any = None  # Any: grpc.aio names no common base of its calls with cancel()
+    run: LeaderRun | None = None
+    num_lost: int = 0  # runs that ended without a token and are tried elsewhere
     is_aborted: bool = False
-    is_accounted: bool = False  # in the metrics
+    has_ended: bool = False  # and was counted in the metrics
     ended_by: PacelineError | None = None
 
     @property
@@ -34,6 +37,8 @@ class LiveReq:
     def wake(self) -> None:
         if self.call is not None:
             self.call.cancel()
+        if self.run is not None:
+            self.run.wake()
 
     def was_woken(self) -> bool:
         """Whether a CancelledError that was just caught came from `wake`, not from outside."""

@@ -1,20 +1,20 @@
 """A request's way through a front, whatever protocol it came by.
 
 Resolve, wait at the controller for a group, stream from its leader, turn ids into text, account.
-Whatever the end (finish, stop string, cancel, deadline, lost leader), the call on the leader is
+Whatever the end (finish, stop string, cancel, deadline, lost leader), the run on the leader is
 ended and the controller is told, once.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 
 from paceline.cluster.front.answer import Answer, Chunk, Complete
 from paceline.cluster.front.channels import ChannelCache
 from paceline.cluster.front.controller_client import ControllerClient, ControllerResolver
 from paceline.cluster.front.errors import reason_of
-from paceline.cluster.front.leader_client import SETTLE_S, LeaderClient, TryAgain
+from paceline.cluster.front.leader_client import SETTLE_S, LeaderClient, explain
+from paceline.cluster.front.leader_stream import LeaderRun
 from paceline.cluster.front.live import LiveReq, LiveTable
 from paceline.cluster.front.metrics import FrontMetrics
 from paceline.cluster.front.requests import (
@@ -32,6 +32,7 @@ from paceline.protos.v1 import common_pb2, controller_pb2, group_pb2
 from paceline.worker.clock import Clock, SystemClock
 from paceline.worker.errors import (
     AlreadyExists,
+    InternalError,
     InvalidRequest,
     PacelineError,
     Unavailable,
@@ -89,11 +90,10 @@ class GenerationCore:
         Raises: PacelineError: refused, or ended without an answer. Closing the generator or
             cancelling its task aborts the request.
         """
-        received_s = self._clock.monotonic()
-        live = await self._admit(asked, received_s)
+        live = await self._admit(asked, self._clock.monotonic())
         try:
-            async with aclosing(self._attempts(live)) as events:
-                async for event in events:
+            while not live.has_ended:
+                for event in await self._advance(live):
                     yield event
         except PacelineError as error:
             self._account(live, reason_of(error), is_failure=True)
@@ -102,6 +102,7 @@ class GenerationCore:
             self._account(live, "abort")
             raise
         finally:
+            self._close_run(live)
             self._live.remove(live)
             self._start_release(live.req.req_id)
 
@@ -110,8 +111,9 @@ class GenerationCore:
         live = self._live.get(req_id)
         if live is not None:
             live.is_aborted = True
-            if live.address and await self._leaders.abort(live.address, req_id):
-                # The leader ends the stream itself, with a receipt; if it does not, we do.
+            if live.run is not None:
+                # The leader ends the run itself, with a receipt; if it does not, we do.
+                live.run.abort()
                 asyncio.get_running_loop().call_later(SETTLE_S, live.wake)
             else:
                 live.wake()
@@ -178,6 +180,7 @@ class GenerationCore:
     async def close(self) -> None:
         if self._releases:
             await asyncio.wait(self._releases.values(), timeout=SETTLE_S)
+        await self._leaders.close()
         await self._channels.close()
         self.codec.close()
 
@@ -224,30 +227,58 @@ class GenerationCore:
 
     # Waiting and running.
 
-    async def _attempts(self, live: LiveReq) -> Events:
-        for num_lost in range(_MAX_RESUBMITS + 1):
-            if not await self._wait_for_group(live):
-                for event in self._end_woken(live):
-                    yield event
-                return
-            try:
-                async with aclosing(self._run(live)) as events:
-                    async for event in events:
-                        yield event
-                return
-            except TryAgain as again:
-                log.warning(
-                    "run failed group=%s req_id=%s num_tokens=%d: %s",
-                    live.group_id,
-                    live.req.req_id,
-                    len(live.answer.output_ids),
-                    again.error,
-                )
-                if live.answer.output_ids or num_lost == _MAX_RESUBMITS:
-                    raise self._final_error(live, num_lost, again.error) from None
-            live.address = ""
-            await self._controller.release(live.req.req_id)  # else it would answer the same group
-            await asyncio.sleep(_RESUBMIT_DELAY_S * 2**num_lost)
+    async def _advance(self, live: LiveReq) -> Sequence[Chunk | Complete]:
+        """What comes next; nothing where it has to begin again."""
+        if live.run is None and not await self._begin_run(live):
+            return self._end_woken(live)
+        assert live.run is not None
+        if live.answer.matched_stop is not None:
+            live.group_receipt = await self._leaders.settle(live.run)
+            return (self._complete(live, FinishReason.STOP),)
+        try:
+            news = await live.run.read()
+        except PacelineError as error:
+            if live.is_ending:
+                return self._end_woken(live)
+            if isinstance(error, Unavailable | AlreadyExists):
+                await self._give_up_run(live, error)
+                return ()
+            raise explain(live, error) from None
+        if news is None:
+            return self._end_woken(live)
+        return self._take(live, live.run, *news)
+
+    async def _begin_run(self, live: LiveReq) -> bool:
+        """False when the request was ended before a leader was told of it."""
+        if not await self._wait_for_group(live) or live.is_ending:
+            return False
+        live.run = self._leaders.start(live)
+        self.metrics.running.inc()
+        return True
+
+    def _close_run(self, live: LiveReq) -> None:
+        if live.run is not None:
+            live.run.close()
+            live.run = None
+            self.metrics.running.dec()
+
+    async def _give_up_run(self, live: LiveReq, error: PacelineError) -> None:
+        """For one that can be begun again: the leader was lost, or it has not yet forgotten an
+        earlier request of this id. Raises: PacelineError: too late, or once too often."""
+        log.warning(
+            "run failed group=%s req_id=%s num_tokens=%d: %s",
+            live.group_id,
+            live.req.req_id,
+            len(live.answer.output_ids),
+            error,
+        )
+        if live.answer.output_ids or live.num_lost == _MAX_RESUBMITS:
+            raise self._final_error(live, error) from None
+        self._close_run(live)
+        live.address = ""
+        await self._controller.release(live.req.req_id)  # else it would answer the same group
+        await asyncio.sleep(_RESUBMIT_DELAY_S * 2**live.num_lost)
+        live.num_lost += 1
 
     async def _wait_for_group(self, live: LiveReq) -> bool:
         """False when the request was ended while it waited."""
@@ -268,35 +299,30 @@ class GenerationCore:
         live.queue_s += place.queue_s
         return True
 
-    async def _run(self, live: LiveReq) -> Events:
-        """One group's stream. Raises TryAgain, or what the leader says."""
-        with self.metrics.running.track_inprogress():
-            async with aclosing(self._leaders.run(live)) as messages:
-                async for message in messages:
-                    chunk = self._take(live, message)
-                    if chunk.token_ids or chunk.text:
-                        yield chunk
-                    reason = finish_reason_from_pb(message.finish_reason)
-                    if reason is not None:
-                        live.group_receipt = message.receipt
-                        yield self._end_of(live, message, reason)
-                        return
-                    if live.answer.matched_stop is not None:
-                        live.group_receipt = await self._leaders.settle(live)
-                        yield self._complete(live, FinishReason.STOP)
-                        return
-        for event in self._end_woken(live):
-            yield event
-
-    def _take(self, live: LiveReq, message: group_pb2.RunResponse) -> Chunk:
-        """The message's tokens and the text they make final; with the last, all that was held."""
-        if message.token_ids:
+    def _take(
+        self, live: LiveReq, run: LeaderRun, token_ids: list[int], end: group_pb2.ReqEnd | None
+    ) -> list[Chunk | Complete]:
+        """New tokens and the text they make final; at the end, all that was held back."""
+        answer = live.answer
+        if token_ids:
             self._note_tokens(live)
-        chunk = live.answer.push(list(message.token_ids))
-        if message.finish_reason and live.answer.matched_stop is None:
-            rest = live.answer.finish()
-            return Chunk(chunk.token_ids, chunk.text + rest.text)
-        return chunk
+        chunk = answer.push(token_ids)
+        if end is None:
+            return [chunk]
+        if answer.matched_stop is None:
+            chunk = Chunk(chunk.token_ids, chunk.text + answer.finish().text)
+        events: list[Chunk | Complete] = [chunk] if chunk.token_ids or chunk.text else []
+        live.group_receipt = end.receipt
+        reason = finish_reason_from_pb(end.finish_reason)
+        if reason is None:
+            raise InternalError(
+                f"group '{live.group_id}' ended request '{live.req.req_id}' without a finish reason"
+            )
+        if reason is FinishReason.ABORT and live.ended_by is not None:
+            run.wake()  # for `_end_woken` to say why
+        else:
+            events.append(self._end_of(live, end, reason))
+        return events
 
     def _note_tokens(self, live: LiveReq) -> None:
         now_s = self._clock.monotonic()
@@ -309,14 +335,10 @@ class GenerationCore:
 
     # Ends.
 
-    def _end_of(
-        self, live: LiveReq, message: group_pb2.RunResponse, reason: FinishReason
-    ) -> Complete:
-        if reason is FinishReason.ABORT and live.ended_by is not None:
-            raise live.ended_by
+    def _end_of(self, live: LiveReq, end: group_pb2.ReqEnd, reason: FinishReason) -> Complete:
         if live.answer.matched_stop is not None:
             return self._complete(live, FinishReason.STOP)
-        matched = message.matched_token_id if message.HasField("matched_token_id") else None
+        matched = end.matched_token_id if end.HasField("matched_token_id") else None
         return self._complete(live, reason, matched)
 
     def _end_woken(self, live: LiveReq) -> list[Chunk | Complete]:
@@ -354,19 +376,19 @@ class GenerationCore:
         receipt.seed = live.req.params.seed
         receipt.group_id = live.group_id
         receipt.is_simulated = self.simulated_accept_length > 0.0
-        if not live.is_accounted:
-            live.is_accounted = True
+        if not live.has_ended:
+            live.has_ended = True
             self.metrics.end(receipt, reason, is_failure=is_failure)
         return receipt
 
-    def _final_error(self, live: LiveReq, num_lost: int, error: PacelineError) -> PacelineError:
+    def _final_error(self, live: LiveReq, error: PacelineError) -> PacelineError:
         if isinstance(error, AlreadyExists):
             return error
         num_tokens = len(live.answer.output_ids)
         what = (
             f"was lost after {num_tokens} tokens"
             if num_tokens
-            else f"was lost before the first token, the last of {num_lost + 1} tried"
+            else f"was lost before the first token, the last of {live.num_lost + 1} tried"
         )
         return Unavailable(
             f"group '{live.group_id}' of request '{live.req.req_id}' {what} ({error}); send the "

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from paceline.cluster.group.req_state import ReqEvent, ReqState
 from paceline.cluster.scheduling.admission import AdmissionLimits, admit
@@ -12,7 +12,9 @@ from paceline.worker.step import ReqId
 
 log = logging.getLogger(__name__)
 
-Sink = Callable[[ReqEvent], None]
+Wake = Callable[[], None]
+# Takes an event; what it answers is called once, when every sink has its events of this step.
+Sink = Callable[[ReqEvent], Wake | None]
 
 
 class Inbox:
@@ -119,20 +121,29 @@ class Inbox:
             aborted, self._aborted = self._aborted, []
         return submitted, list(dict.fromkeys(aborted))
 
-    def send(self, events: Iterable[ReqEvent]) -> None:
+    def send(self, events: Sequence[ReqEvent]) -> None:
         """Hands events to their sinks; a req is forgotten before its last event goes out."""
-        for event in events:
-            with self._changed:
-                sink = self._sinks.get(event.req_id)
-                if event.is_last:
-                    self._forget(event.req_id)
+        if not events:
+            return
+        with self._changed:
+            sinks = [self._sink_of(event) for event in events]
+        wakes: dict[Wake, None] = {}
+        for sink, event in zip(sinks, events, strict=True):
             if sink is None:
                 continue  # its last event is out: stop and a failure may end a req together
             try:
-                sink(event)
+                wake = sink(event)
             except Exception:  # one broken listener must not end the others
                 log.exception("sink failed req_id=%s", event.req_id)
                 self.abort(event.req_id)
+                continue
+            if wake is not None:
+                wakes[wake] = None
+        for wake in wakes:
+            try:
+                wake()
+            except Exception:  # as above; it listens no more, so nobody is there to be told
+                log.exception("listener not woken")
         with self._changed:
             if not self._sinks:
                 self._changed.notify_all()
@@ -155,6 +166,12 @@ class Inbox:
                 # In slices, because the clock need not be the one that `wait` goes by.
                 self._changed.wait(min(left_s, 0.1))
         return True
+
+    def _sink_of(self, event: ReqEvent) -> Sink | None:
+        sink = self._sinks.get(event.req_id)
+        if event.is_last:
+            self._forget(event.req_id)
+        return sink
 
     def _forget(self, req_id: ReqId) -> None:
         self._sinks.pop(req_id, None)

@@ -1,12 +1,13 @@
 """A target leader's gRPC face: GroupService for fronts, AdminService for operators, health.
 
-It translates and hands over to the step loop; it computes nothing. A call that ends early, for
-whatever reason, aborts its req.
+It translates and hands over to the step loop; it computes nothing. front_stream.py has the reqs of
+one front.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from grpc import aio
@@ -14,13 +15,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from paceline.cluster.front.channels import server_options
 from paceline.cluster.front.errors import answers_rpc
-from paceline.cluster.group.req_state import NewReq, ReqEvent
-from paceline.cluster.wire import (
-    draft_health_to_pb,
-    finish_reason_to_pb,
-    receipt_to_pb,
-    sampling_params_from_pb,
-)
+from paceline.cluster.group.front_stream import FrontStream
+from paceline.cluster.wire import draft_health_to_pb
 from paceline.protos.v1 import admin_pb2, admin_pb2_grpc, group_pb2, group_pb2_grpc
 from paceline.worker.errors import InvalidRequest, Unavailable
 from paceline.worker.step import ReqId
@@ -58,6 +54,7 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
         self._on_change = on_change
         self._health = health.aio.HealthServicer()
         self._server: aio.Server | None = None
+        self._streams: set[FrontStream] = set()
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listens; returns the port. Raises: Unavailable: the port cannot be had."""
@@ -75,41 +72,27 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
         return bound_port
 
     async def stop(self, grace_s: float) -> None:
+        """The streams of fronts end with their last reqs, or after `grace_s`."""
         if self._server is not None:
             await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+            for stream in self._streams:
+                stream.close_when_idle()
             await self._server.stop(grace_s)
 
     # ---- GroupService
 
     @answers_rpc
     async def Run(  # noqa: N802 - the .proto's name
-        self, request: group_pb2.RunRequest, context: Context
-    ) -> AsyncIterator[group_pb2.RunResponse]:
-        aio_loop = asyncio.get_running_loop()
-        events: asyncio.Queue[ReqEvent] = asyncio.Queue()  # the req's own max_tokens bounds it
-        req = _new_req(request)
-
-        def sink(event: ReqEvent) -> None:
-            aio_loop.call_soon_threadsafe(events.put_nowait, event)
-
-        self._loop.submit(req, sink)
-        self._on_change()
-        is_over = False
+        self, request_iterator: AsyncIterator[group_pb2.RunRequest], context: Context
+    ) -> None:
+        stream = FrontStream(self._loop, group_id=self._group_id, on_change=self._on_change)
+        self._streams.add(stream)
         try:
-            while not is_over:
-                batch = [await events.get()]
-                while not events.empty():  # tokens that came while the client was slow go together
-                    batch.append(events.get_nowait())
-                last = batch[-1]
-                is_over = last.is_last
-                if last.error is None or any(event.new_ids for event in batch):
-                    yield self._response(batch)
-                if last.error is not None:
-                    raise last.error
+            async with aclosing(stream.responses(request_iterator)) as responses:
+                async for response in responses:
+                    await context.write(response)
         finally:
-            if not is_over:
-                self._loop.abort(req.req_id)
-            self._on_change()
+            self._streams.discard(stream)
 
     @answers_rpc
     async def AbortReq(  # noqa: N802 - the .proto's name
@@ -167,34 +150,3 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
     async def _set_health(self, status: int) -> None:
         for name in ("", SERVICE_NAME):
             await self._health.set(name, status)
-
-    def _response(self, batch: list[ReqEvent]) -> group_pb2.RunResponse:
-        last = batch[-1]
-        response = group_pb2.RunResponse(
-            token_ids=[token_id for event in batch for token_id in event.new_ids]
-        )
-        if last.finish_reason is not None:
-            response.finish_reason = finish_reason_to_pb(last.finish_reason)
-        if last.matched_token_id is not None:
-            response.matched_token_id = last.matched_token_id
-        if last.receipt is not None:
-            response.receipt.CopyFrom(receipt_to_pb(last.receipt, group_id=self._group_id))
-        return response
-
-
-def _new_req(request: group_pb2.RunRequest) -> NewReq:
-    """Raises: InvalidRequest: not from a front."""
-    if not request.req_id:
-        raise InvalidRequest("req_id is empty; it must be unique", "req_id")
-    try:
-        params = sampling_params_from_pb(request.sampling_params)
-    except ValueError as error:
-        raise InvalidRequest(str(error), "sampling_params") from error
-    return NewReq(
-        req_id=ReqId(request.req_id),
-        prompt_ids=list(request.prompt_ids),
-        output_ids=list(request.output_ids),
-        params=params,
-        priority=request.priority,
-        deadline_unix_s=request.deadline_unix_s if request.HasField("deadline_unix_s") else None,
-    )

@@ -25,21 +25,25 @@ _sym_db = _symbol_database.Default()
 from paceline.protos.v1 import common_pb2 as paceline_dot_protos_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epaceline/protos/v1/group.proto\x12\x0bpaceline.v1\x1a\x1fpaceline/protos/v1/common.proto\"\xbe\x01\n\nRunRequest\x12\x0e\n\x06req_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\noutput_ids\x18\x03 \x03(\r\x12\x34\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x1c\n\x0f\x64\x65\x61\x64line_unix_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_deadline_unix_s\"\xad\x01\n\x0bRunResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x1d\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12%\n\x07receipt\x18\x04 \x01(\x0b\x32\x14.paceline.v1.ReceiptB\x13\n\x11_matched_token_id\"!\n\x0f\x41\x62ortReqRequest\x12\x0e\n\x06req_id\x18\x01 \x01(\t\"!\n\x10\x41\x62ortReqResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x32\x93\x01\n\x0cGroupService\x12:\n\x03Run\x12\x17.paceline.v1.RunRequest\x1a\x18.paceline.v1.RunResponse0\x01\x12G\n\x08\x41\x62ortReq\x12\x1c.paceline.v1.AbortReqRequest\x1a\x1d.paceline.v1.AbortReqResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epaceline/protos/v1/group.proto\x12\x0bpaceline.v1\x1a\x1fpaceline/protos/v1/common.proto\"C\n\nRunRequest\x12\x0e\n\x06\x61\x62orts\x18\x01 \x03(\x04\x12%\n\x06starts\x18\x02 \x03(\x0b\x32\x15.paceline.v1.StartReq\"\xcc\x01\n\x08StartReq\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06req_id\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x12\n\noutput_ids\x18\x04 \x03(\r\x12\x34\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x1c\n\x0f\x64\x65\x61\x64line_unix_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_deadline_unix_s\"h\n\x0bRunResponse\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12!\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x13.paceline.v1.ReqEnd\"\xb4\x01\n\x06ReqEnd\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x1d\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12%\n\x07receipt\x18\x04 \x01(\x0b\x32\x14.paceline.v1.Receipt\x12\r\n\x05\x65rror\x18\x05 \x01(\x0c\x42\x13\n\x11_matched_token_id\"!\n\x0f\x41\x62ortReqRequest\x12\x0e\n\x06req_id\x18\x01 \x01(\t\"!\n\x10\x41\x62ortReqResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x32\x95\x01\n\x0cGroupService\x12<\n\x03Run\x12\x17.paceline.v1.RunRequest\x1a\x18.paceline.v1.RunResponse(\x01\x30\x01\x12G\n\x08\x41\x62ortReq\x12\x1c.paceline.v1.AbortReqRequest\x1a\x1d.paceline.v1.AbortReqResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.protos.v1.group_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUNREQUEST']._serialized_start=81
-  _globals['_RUNREQUEST']._serialized_end=271
-  _globals['_RUNRESPONSE']._serialized_start=274
-  _globals['_RUNRESPONSE']._serialized_end=447
-  _globals['_ABORTREQREQUEST']._serialized_start=449
-  _globals['_ABORTREQREQUEST']._serialized_end=482
-  _globals['_ABORTREQRESPONSE']._serialized_start=484
-  _globals['_ABORTREQRESPONSE']._serialized_end=517
-  _globals['_GROUPSERVICE']._serialized_start=520
-  _globals['_GROUPSERVICE']._serialized_end=667
+  _globals['_RUNREQUEST']._serialized_start=80
+  _globals['_RUNREQUEST']._serialized_end=147
+  _globals['_STARTREQ']._serialized_start=150
+  _globals['_STARTREQ']._serialized_end=354
+  _globals['_RUNRESPONSE']._serialized_start=356
+  _globals['_RUNRESPONSE']._serialized_end=460
+  _globals['_REQEND']._serialized_start=463
+  _globals['_REQEND']._serialized_end=643
+  _globals['_ABORTREQREQUEST']._serialized_start=645
+  _globals['_ABORTREQREQUEST']._serialized_end=678
+  _globals['_ABORTREQRESPONSE']._serialized_start=680
+  _globals['_ABORTREQRESPONSE']._serialized_end=713
+  _globals['_GROUPSERVICE']._serialized_start=716
+  _globals['_GROUPSERVICE']._serialized_end=865
 # @@protoc_insertion_point(module_scope)

@@ -23,12 +23,43 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class RunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ABORTS_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def aborts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of requests to end. Each has its end still to come, or had it already."""
+
+    @_builtins.property
+    def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartReq]:
+        """Requests to begin, once the aborts are done."""
+
+    def __init__(
+        self,
+        *,
+        aborts: _abc.Iterable[_builtins.int] | None = ...,
+        starts: _abc.Iterable[Global___StartReq] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "starts", b"starts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunRequest: _TypeAlias = RunRequest  # noqa: Y015
+
+@_typing.final
+class StartReq(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
     REQ_ID_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_S_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Names the request in this stream, and no other before or after it."""
     req_id: _builtins.str
     """The request's id."""
     priority: _builtins.int
@@ -50,6 +81,7 @@ class RunRequest(_message.Message):
     def __init__(
         self,
         *,
+        number: _builtins.int = ...,
         req_id: _builtins.str = ...,
         prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
         output_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -59,51 +91,95 @@ class RunRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_s", b"_deadline_unix_s", "deadline_unix_s", b"deadline_unix_s", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_s", b"_deadline_unix_s", "deadline_unix_s", b"deadline_unix_s", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "req_id", b"req_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_s", b"_deadline_unix_s", "deadline_unix_s", b"deadline_unix_s", "number", b"number", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "req_id", b"req_id", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_unix_s: _TypeAlias = _typing.Literal["deadline_unix_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_unix_s: _TypeAlias = _typing.Literal["_deadline_unix_s", b"_deadline_unix_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_unix_s) -> _WhichOneofReturnType__deadline_unix_s | None: ...
 
-Global___RunRequest: _TypeAlias = RunRequest  # noqa: Y015
+Global___StartReq: _TypeAlias = StartReq  # noqa: Y015
 
 @_typing.final
 class RunResponse(_message.Message):
+    """New tokens of many requests, in columns; then what ended."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
-    MATCHED_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    RECEIPT_FIELD_NUMBER: _builtins.int
-    finish_reason: _common_pb2.FinishReason.ValueType
-    """Set in the last message only."""
-    matched_token_id: _builtins.int
-    """The stop token that ended it, if one did."""
+    ENDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """New token ids."""
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of the requests with new tokens, each once."""
 
     @_builtins.property
-    def receipt(self) -> _common_pb2.Receipt:
-        """Set in the last message only; the group's share of it."""
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many tokens each of them has."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The token ids, one request's after another's."""
+
+    @_builtins.property
+    def ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReqEnd]:
+        """Requests of which nothing follows."""
 
     def __init__(
         self,
         *,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ends: _abc.Iterable[Global___ReqEnd] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "num_tokens", b"num_tokens", "numbers", b"numbers", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunResponse: _TypeAlias = RunResponse  # noqa: Y015
+
+@_typing.final
+class ReqEnd(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    MATCHED_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The request's number in this stream."""
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """Unset where `error` is set."""
+    matched_token_id: _builtins.int
+    """The stop token that ended it, if one did."""
+    error: _builtins.bytes
+    """Why it was refused or ended early: a google.rpc.Status, serialized."""
+    @_builtins.property
+    def receipt(self) -> _common_pb2.Receipt:
+        """The group's share of it; absent where the request never began."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         matched_token_id: _builtins.int | None = ...,
         receipt: _common_pb2.Receipt | None = ...,
+        error: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_token_id", b"_matched_token_id", "matched_token_id", b"matched_token_id", "receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_token_id", b"_matched_token_id", "finish_reason", b"finish_reason", "matched_token_id", b"matched_token_id", "receipt", b"receipt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_token_id", b"_matched_token_id", "error", b"error", "finish_reason", b"finish_reason", "matched_token_id", b"matched_token_id", "number", b"number", "receipt", b"receipt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__matched_token_id: _TypeAlias = _typing.Literal["matched_token_id"]  # noqa: Y015
     _WhichOneofArgType__matched_token_id: _TypeAlias = _typing.Literal["_matched_token_id", b"_matched_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__matched_token_id) -> _WhichOneofReturnType__matched_token_id | None: ...
 
-Global___RunResponse: _TypeAlias = RunResponse  # noqa: Y015
+Global___ReqEnd: _TypeAlias = ReqEnd  # noqa: Y015
 
 @_typing.final
 class AbortReqRequest(_message.Message):

@@ -35,7 +35,7 @@ class GroupServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Run = channel.unary_stream(
+        self.Run = channel.stream_stream(
                 '/paceline.v1.GroupService/Run',
                 request_serializer=paceline_dot_protos_dot_v1_dot_group__pb2.RunRequest.SerializeToString,
                 response_deserializer=paceline_dot_protos_dot_v1_dot_group__pb2.RunResponse.FromString,
@@ -51,15 +51,16 @@ class GroupServiceServicer:
     """One target group, served by its leader. Called by fronts.
     """
 
-    def Run(self, request, context):
-        """Runs one request; token ids stream back. Cancelling the call aborts the request.
+    def Run(self, request_iterator, context):
+        """Runs the requests of one front, for as long as both live; the front's numbers tell them apart.
+        What a step brings comes in one message. When the stream ends, its requests are aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortReq(self, request, context):
-        """Ends a request by exact id. Idempotent.
+        """Ends a request by exact id, whichever front it came from. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,7 +69,7 @@ class GroupServiceServicer:
 
 def add_GroupServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Run': grpc.unary_stream_rpc_method_handler(
+            'Run': grpc.stream_stream_rpc_method_handler(
                     servicer.Run,
                     request_deserializer=paceline_dot_protos_dot_v1_dot_group__pb2.RunRequest.FromString,
                     response_serializer=paceline_dot_protos_dot_v1_dot_group__pb2.RunResponse.SerializeToString,
@@ -91,7 +92,7 @@ class GroupService:
     """
 
     @staticmethod
-    def Run(request,
+    def Run(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -101,8 +102,8 @@ class GroupService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/paceline.v1.GroupService/Run',
             paceline_dot_protos_dot_v1_dot_group__pb2.RunRequest.SerializeToString,

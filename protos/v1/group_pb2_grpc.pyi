@@ -33,20 +33,24 @@ class GroupServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GroupServiceAsyncStub: ...
-    Run: _grpc.UnaryStreamMultiCallable[_group_pb2.RunRequest, _group_pb2.RunResponse]
-    """Runs one request; token ids stream back. Cancelling the call aborts the request."""
+    Run: _grpc.StreamStreamMultiCallable[_group_pb2.RunRequest, _group_pb2.RunResponse]
+    """Runs the requests of one front, for as long as both live; the front's numbers tell them apart.
+    What a step brings comes in one message. When the stream ends, its requests are aborted.
+    """
     AbortReq: _grpc.UnaryUnaryMultiCallable[_group_pb2.AbortReqRequest, _group_pb2.AbortReqResponse]
-    """Ends a request by exact id. Idempotent."""
+    """Ends a request by exact id, whichever front it came from. Idempotent."""
 
 @_typing.type_check_only
 class GroupServiceAsyncStub(GroupServiceStub):
     """One target group, served by its leader. Called by fronts."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Run: _aio.UnaryStreamMultiCallable[_group_pb2.RunRequest, _group_pb2.RunResponse]  # type: ignore[assignment]
-    """Runs one request; token ids stream back. Cancelling the call aborts the request."""
+    Run: _aio.StreamStreamMultiCallable[_group_pb2.RunRequest, _group_pb2.RunResponse]  # type: ignore[assignment]
+    """Runs the requests of one front, for as long as both live; the front's numbers tell them apart.
+    What a step brings comes in one message. When the stream ends, its requests are aborted.
+    """
     AbortReq: _aio.UnaryUnaryMultiCallable[_group_pb2.AbortReqRequest, _group_pb2.AbortReqResponse]  # type: ignore[assignment]
-    """Ends a request by exact id. Idempotent."""
+    """Ends a request by exact id, whichever front it came from. Idempotent."""
 
 class GroupServiceServicer(metaclass=_abc_1.ABCMeta):
     """One target group, served by its leader. Called by fronts."""
@@ -54,10 +58,12 @@ class GroupServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Run(
         self,
-        request: _group_pb2.RunRequest,
+        request_iterator: _MaybeAsyncIterator[_group_pb2.RunRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_group_pb2.RunResponse], _abc.AsyncIterator[_group_pb2.RunResponse]]:
-        """Runs one request; token ids stream back. Cancelling the call aborts the request."""
+        """Runs the requests of one front, for as long as both live; the front's numbers tell them apart.
+        What a step brings comes in one message. When the stream ends, its requests are aborted.
+        """
 
     @_abc_1.abstractmethod
     def AbortReq(
@@ -65,6 +71,6 @@ class GroupServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _group_pb2.AbortReqRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_group_pb2.AbortReqResponse, _abc.Awaitable[_group_pb2.AbortReqResponse]]:
-        """Ends a request by exact id. Idempotent."""
+        """Ends a request by exact id, whichever front it came from. Idempotent."""
 
 def add_GroupServiceServicer_to_server(servicer: GroupServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -159,7 +159,7 @@ async def test_a_client_that_leaves_aborts_its_request(front: Front, stream: boo
     post = asyncio.ensure_future(front.http.post("/v1/completions", json=body, headers=headers))
     await poll(lambda: "gone" in front.leader.running)
     post.cancel()
-    await poll(lambda: front.leader.cancelled == ["gone"])
+    await poll(lambda: front.leader.aborts == ["gone"])
     await poll(lambda: front.controller.released == ["gone"])
     assert front.server.core.req_ids() == ([], [])
 
@@ -172,7 +172,7 @@ async def test_a_client_that_leaves_in_mid_stream_aborts_its_request(front: Fron
         async for line in reply.aiter_lines():
             assert line.startswith("data: ")
             break
-    await poll(lambda: front.leader.cancelled == ["gone"])
+    await poll(lambda: front.leader.aborts == ["gone"])
     await poll(lambda: front.controller.released == ["gone"])
 
 

@@ -208,7 +208,7 @@ async def test_stop_without_grace_aborts_and_says_so(front: Front) -> None:
         assert await server.stop(0.0) == 1
         with pytest.raises(Unavailable, match="again"):
             await asked
-    await poll(lambda: front.leader.cancelled == ["cut"])
+    await poll(lambda: front.leader.aborts == ["cut"])
 
 
 async def test_a_front_reads_the_model_itself_when_it_is_not_given(
