@@ -22,6 +22,7 @@ class ServedEngine:
                 "model": str(model_dir),
                 "dtype": dtype,
                 "max_model_len": max_model_len,
+                "draft": {"method": "none"},
                 "front": {"port": 0, "grpc_port": 0},
             },
             "the benchmark",

@@ -64,7 +64,8 @@ BUILT_IN: dict[str, BuiltIn] = {
             num_parameters=134_515_008,
             license="Apache-2.0",
             builder="paceline.cluster.models.smollm2:build",
-            draft="smollm2-135m-draft",
+            draft="smollm2-135m-eagle3",
+            default_draft="auto",
         ),
         BuiltIn(
             name="smollm2-135m-draft",

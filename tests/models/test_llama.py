@@ -282,3 +282,14 @@ def test_a_gpu_computes_what_a_cpu_does(tiny_model: Path, kernels: str) -> None:
         want = forward(on_cpu, cpu_row.step(ids, phase, parents=parents))
         got = forward(on_gpu, gpu_row.step(ids, phase, parents=parents))
         torch.testing.assert_close(got.cpu(), want, atol=5e-4, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_logits_leave_the_head_in_fp32(tiny_model: Path) -> None:
+    config = replace(config_of(tiny_model), device="cuda")
+    config = replace(config, model=replace(config.model, dtype="bfloat16"))
+    executor = build_executor(config)
+    row = make_rows(1, executor.num_pages, executor.page_size)[0]
+    logits = forward(executor, row.step(PROMPT, Phase.PREFILL))
+    assert logits.dtype == torch.float32
+    assert not torch.equal(logits, logits.bfloat16().float())

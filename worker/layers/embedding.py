@@ -1,5 +1,7 @@
 """The vocabulary-parallel ends of a model: token ids in, logits out."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -52,7 +54,7 @@ class LmHead:
         self._collective = collective
         self.vocab_size = vocab_size
         self._sizes = [len(span) for span in vocab_spans(vocab_size, collective.tp_size)]
-        self._linear = Linear(weight, None, tiles)
+        self._multiply = _make_product(weight, tiles)
 
     @classmethod
     def load(
@@ -67,5 +69,16 @@ class LmHead:
             if self._collective.tp_rank != 0:
                 return None
             return torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device)
-        logits = self._collective.gather_last_dim(self._linear(x), self._sizes)
+        logits = self._collective.gather_last_dim(self._multiply(x), self._sizes)
         return None if logits is None else logits.float()
+
+
+def _make_product(weight: Tensor, tiles: RowTiles | None) -> Callable[[Tensor], Tensor]:
+    """x -> x W^T, in fp32 where torch can write its sums out as they are.
+
+    On a CPU it cannot: a product of bfloat16 is rounded to it, unless W is widened, which would
+    double the head's time.
+    """
+    if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
+        return lambda x: torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return Linear(weight, None, tiles)
