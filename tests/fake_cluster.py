@@ -25,11 +25,13 @@ from paceline.protos.v1.group_pb2_grpc import (
 from paceline.worker.errors import AlreadyExists, DeadlineExceeded, PacelineError, Unavailable
 
 
-async def serve(add: Callable[[Any, grpc.aio.Server], None], servicer: object) -> tuple[Any, str]:
-    """(server, address) of one servicer on a free port of 127.0.0.1."""
+async def serve(
+    add: Callable[[Any, grpc.aio.Server], None], servicer: object, port: int = 0
+) -> tuple[Any, str]:
+    """(server, address) of one servicer on 127.0.0.1, on a free port unless one is given."""
     server = grpc.aio.server(options=server_options())
     add(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     return server, f"127.0.0.1:{port}"
 
@@ -71,7 +73,9 @@ class FakeLeader(GroupServiceServicer):
         self._server: Any = None
 
     async def start(self) -> str:
-        self._server, self.address = await serve(add_GroupServiceServicer_to_server, self)
+        """At its last address, if it had one."""
+        port = int(self.address.rpartition(":")[2] or 0)
+        self._server, self.address = await serve(add_GroupServiceServicer_to_server, self, port)
         return self.address
 
     async def stop(self) -> None:

@@ -15,6 +15,7 @@ from paceline.cluster.group.step_loop import StepLoop
 from paceline.protos.v1 import admin_pb2, common_pb2
 from paceline.protos.v1.admin_pb2_grpc import AdminServiceStub
 from paceline.worker.config import CacheConfig, WorkerConfig
+from paceline.worker.errors import Unavailable
 from paceline.worker.models.registry import load_model_config
 from paceline.worker.target.build import build_executor
 from tests.dist.conftest import Front
@@ -107,6 +108,23 @@ async def test_an_id_can_be_used_again_the_moment_it_was_cancelled(
         )
     assert complete.finish_reason == common_pb2.FINISH_REASON_LENGTH
     await poll(lambda: pages_are_back(loop))
+
+
+async def test_a_stream_that_breaks_gives_every_page_back(front: Front, loop: StepLoop) -> None:
+    async with PacelineClient(front.grpc_address) as client:
+        streams = [
+            client.generate(input_ids=PROMPT[i:], max_tokens=400, ignore_eos=True) for i in range(3)
+        ]
+        for stream in streams:
+            assert (await anext(stream)).token_ids
+        await front.server.core._leaders.close()
+        for stream in streams:
+            with pytest.raises(Unavailable, match="again"):
+                async for _ in stream:
+                    pass
+        await poll(lambda: loop.is_idle and pages_are_back(loop))
+        complete = await client.generate_text(input_ids=PROMPT, max_tokens=4, ignore_eos=True)
+    assert len(complete.output_ids) == 4
 
 
 async def test_a_deadline_on_a_real_leader_frees_its_pages(front: Front, loop: StepLoop) -> None:
