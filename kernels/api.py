@@ -83,9 +83,8 @@ class KernelSet(ABC):
     Serving calls `rms_norm`, `add_rms_norm`, `apply_rotary`, `silu_and_mul`, `store_kv`, `move_kv`,
     `create_kv_indices`, `plan_attention`, `decode_attention`, `extend_attention`,
     `build_tree_links`, `verify_tree_greedy` and `noise_bits`; to verify by rejection
-    `tree_speculative_sampling_target_only`; and where steps overlap `assign_extend_cache_locs`,
-    `build_tree` and `fill_new_verified_id`. The other ops are for schedulers that hand out slots on
-    the device, which today's do on the host.
+    `tree_speculative_sampling_target_only`; and where steps overlap `build_tree`. The other ops are
+    for schedulers that hand out slots on the device, which today's do on the host.
     """
 
     name: str

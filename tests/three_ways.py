@@ -99,9 +99,11 @@ def verify(
     sampler_of_rows.open_rows(rows_cpu, [case.sampling for case in cases])
     n = len(cases[0].draft_ids)
     seq_lens = torch.tensor([case.seq_len for case in cases], device=device)
+    num_simulated = sampler_of_rows.simulate_step(n - 1)
     verdict = sampler_of_rows.verify(
-        logits, trees_of(cases, device), rows, rows_cpu, seq_lens, n - 1, mask
-    )
+        logits, trees_of(cases, device), rows, rows_cpu, seq_lens, n - 1, mask,
+        num_simulated=num_simulated,
+    )  # fmt: skip
     outcomes = []
     predict, logprobs = verdict.predict.tolist(), verdict.logprobs
     for b, nodes in enumerate(verdict.accept_index.tolist()):

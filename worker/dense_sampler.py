@@ -27,7 +27,7 @@ class DenseParams:
 
     temperature, top_p, min_p: fp32; top_k, seeds, positions: int64, a seed's 64 bits as they are.
     Greedy rows have temperature 1 and no cuts.
-    is_noisy: some row is not greedy. is_sorted: some row is cut by top_k or top_p.
+    is_sorted: some row is cut by top_k or top_p.
     """
 
     is_greedy: Tensor
@@ -37,7 +37,6 @@ class DenseParams:
     min_p: Tensor
     seeds: Tensor
     positions: Tensor
-    is_noisy: bool
     is_sorted: bool
 
     def part(self, rows: slice) -> "DenseParams":
@@ -50,7 +49,6 @@ class DenseParams:
             self.min_p[rows],
             self.seeds[rows],
             self.positions[rows],
-            self.is_noisy,
             self.is_sorted,
         )
 
@@ -72,9 +70,13 @@ class DenseParams:
             min_p=by_float[2],
             seeds=by_int[2],
             positions=by_int[3],
-            is_noisy=not all(p.is_greedy for p in params),
             is_sorted=any(is_sorted(p) for p in params),
         )
+
+    @classmethod
+    def unless_greedy(cls, rows: Sequence[LogitRow], device: torch.device) -> "DenseParams | None":
+        """None where no row is drawn by chance: then nothing of them need reach the device."""
+        return None if all(row.params.is_greedy for row in rows) else cls.of_rows(rows, device)
 
 
 def distribution_floats(params: SamplingParams) -> tuple[float, float, float]:
@@ -93,46 +95,53 @@ def is_sorted(params: SamplingParams) -> bool:
     return not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0)
 
 
-def choose_dense(kernels: KernelSet, logits: Tensor, params: DenseParams) -> Tensor:
+def choose_dense(kernels: KernelSet, logits: Tensor, params: DenseParams | None) -> Tensor:
     """The token of each row by the coupled rule, or NO_TOKEN: [n] int64.
 
     logits: [n, vocab_size] fp32, adjusted already; NaN counts as -inf.
+    params: None where all rows are greedy.
     """
-
-    def choose(logits: Tensor, params: DenseParams) -> Tensor:
-        logits, is_unusable = without_nan(logits)
-        if params.is_noisy:
-            logits = perturb(kernels, log_weights(logits, params), params)
-        return logits.argmax(-1).masked_fill(is_unusable, NO_TOKEN)
-
-    return torch.cat([choose(logits[i], params.part(i)) for i in _pieces(logits)])
+    pieces = _pieces(logits)
+    if len(pieces) == 1:
+        return _choose(kernels, logits, params)
+    return torch.cat([_choose(kernels, logits[i], _part(params, i)) for i in pieces])
 
 
-def target_probs_dense(logits: Tensor, params: DenseParams) -> tuple[Tensor, Tensor]:
+def _choose(kernels: KernelSet, logits: Tensor, params: DenseParams | None) -> Tensor:
+    logits = without_nan(logits)
+    best, ids = logits.max(-1)
+    if params is not None:
+        ids = perturb(kernels, log_weights(logits, params), params).argmax(-1)
+    return ids.masked_fill(best.isinf(), NO_TOKEN)
+
+
+def target_probs_dense(logits: Tensor, params: DenseParams | None) -> tuple[Tensor, Tensor]:
     """(the distribution that each row is drawn from [n, vocab_size] fp32, whether there is none
     [n]); a greedy row's is all on its argmax, that of a row without a finite maximum is 0.
 
-    logits: as for `choose_dense`.
+    logits, params: as for `choose_dense`.
     """
-    pieces = [_target_probs(logits[i], params.part(i)) for i in _pieces(logits)]
+    pieces = [_target_probs(logits[i], _part(params, i)) for i in _pieces(logits)]
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat([probs for probs, _ in pieces]), torch.cat([none for _, none in pieces])
 
 
-def _target_probs(logits: Tensor, params: DenseParams) -> tuple[Tensor, Tensor]:
-    logits, is_unusable = without_nan(logits)
-    probs = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    if params.is_noisy:
+def _target_probs(logits: Tensor, params: DenseParams | None) -> tuple[Tensor, Tensor]:
+    logits = without_nan(logits)
+    best, ids = logits.max(-1, keepdim=True)
+    is_unusable = best.isinf()
+    probs = torch.zeros_like(logits).scatter_(-1, ids, 1.0)
+    if params is not None:
         drawn = log_weights(logits, params).softmax(-1)
         probs = torch.where(params.is_greedy.unsqueeze(-1), probs, drawn)
-    return probs.masked_fill_(is_unusable.unsqueeze(-1), 0.0), is_unusable
+    return probs.masked_fill_(is_unusable, 0.0), is_unusable.squeeze(-1)
 
 
 def rank_dense(
     kernels: KernelSet,
     logits: Tensor,
-    params: DenseParams,
+    params: DenseParams | None,
     topk: int,
     *,
     token_ids: Tensor | None = None,
@@ -140,15 +149,20 @@ def rank_dense(
 ) -> tuple[Tensor, Tensor]:
     """What `Sampler.top_children` returns, on the device; logits [n, V] fp32.
 
+    An only child has no rival, and no sum over a vocabulary is made for it: where topk is 1, any
+    number above -inf stands for its probability.
+
+    params: None where all rows are greedy.
     token_ids: [V] int64, the tokens behind the columns; None: their numbers.
     is_coupled: whether tokens rank by their perturbed score.
     """
-    logits = logits.masked_fill(~logits.isfinite(), -torch.inf)
-    scores = logits
-    if params.is_noisy:
-        scores = log_weights(logits, params)
+    scores = logits.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+    if params is not None:
+        scores = log_weights(scores, params)
         if is_coupled:
             scores = perturb(kernels, scores, params, token_ids)
+    if topk == 1:
+        return scores.max(-1, keepdim=True)
     best, ids = scores.topk(topk)
     probs = (best - scores.logsumexp(-1, keepdim=True)).exp()
     is_missing = best == -torch.inf
@@ -162,10 +176,13 @@ def _pieces(logits: Tensor) -> list[slice]:
     return [slice(i, i + step) for i in range(0, max(num_rows, 1), step)]
 
 
-def without_nan(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(logits with -inf for NaN, whether the greatest of each row is not finite [n])."""
-    logits = logits.masked_fill(logits.isnan(), -torch.inf)
-    return logits, ~logits.amax(-1).isfinite()
+def _part(params: DenseParams | None, rows: slice) -> DenseParams | None:
+    return None if params is None else params.part(rows)
+
+
+def without_nan(logits: Tensor) -> Tensor:
+    """-inf for NaN."""
+    return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def log_weights(logits: Tensor, params: DenseParams) -> Tensor:

@@ -91,7 +91,7 @@ class Sampler:
             for i in noisy:
                 chosen[i] = self._draw(logits[i], rows[i])
         else:
-            params = DenseParams.of_rows(rows, logits.device)
+            params = DenseParams.unless_greedy(rows, logits.device)
             chosen = choose_dense(self._kernels, logits, params)
         self.stats.num_rows += len(rows)
         self.stats.num_noisy_rows += len(noisy)
@@ -125,7 +125,7 @@ class Sampler:
         """
         logits = self.adjusted(logits, rows, mask)
         if logits.device.type != "cpu":
-            return target_probs_dense(logits, DenseParams.of_rows(rows, logits.device))
+            return target_probs_dense(logits, DenseParams.unless_greedy(rows, logits.device))
         logits, chosen, unusable = _argmax(logits)
         probs = torch.zeros_like(logits)
         for i, row in enumerate(rows):
@@ -157,7 +157,8 @@ class Sampler:
             token_ids: [V] int64, the target's tokens behind the columns, which their noise goes
                 by; None: their numbers, of which those from vocab_size on are padding.
         Returns: (probabilities [n, topk] fp32, columns [n, topk] int64) on the host; where a row
-            has fewer than topk tokens to offer, probability -inf and column 0.
+            has fewer than topk tokens to offer, probability -inf and column 0. Of logits on a GPU
+            an only child's probability is not worked out, and 1 stands for it.
         """
         num_columns = self.vocab_size if token_ids is None else len(token_ids)
         logits = logits.detach()[:, :num_columns].float()
@@ -166,12 +167,15 @@ class Sampler:
             best, columns = rank_dense(
                 self._kernels,
                 logits,
-                DenseParams.of_rows(rows, logits.device),
+                DenseParams.unless_greedy(rows, logits.device),
                 topk,
                 token_ids=token_ids,
                 is_coupled=is_coupled,
             )
-            return best.cpu(), columns.cpu()
+            probs = best.cpu()
+            if topk == 1:
+                probs = torch.where(probs > -torch.inf, 1.0, -torch.inf)
+            return probs, columns.cpu()
         logits = logits.masked_fill(~logits.isfinite(), -torch.inf)
         names = None if token_ids is None else token_ids.numpy()
         probs = torch.full((len(rows), topk), -torch.inf)

@@ -18,7 +18,6 @@ from paceline.worker.step import (
     StepPlan,
 )
 from paceline.worker.target.build import build_executor
-from paceline.worker.target.device_rows import DeviceSampler
 from paceline.worker.target.executor import Executor
 from tests.colocated import (
     GREEDY,
@@ -180,7 +179,9 @@ def test_kv_is_left_in_line_as_a_prompt_would_leave_it(
         shift = path._draft.token_shift
         read = replace(prompt, input_ids=tuple(text[shift : num_known + shift]))
         batch = build_batch(StepPlan(0, (read,)), table, executor.kernels)
-        path._draft.model.forward(batch, path._features(out.hidden, num_known), path._draft.kv)
+        path._draft.model.forward(
+            batch, path._round.features(out.hidden, num_known), path._draft.kv
+        )
     for kv, was in zip(caches, left, strict=True):
         for x, y in zip((*kv.k, *kv.v), was, strict=True):
             torch.testing.assert_close(x[slots], y, atol=2e-4, rtol=2e-4)
@@ -231,8 +232,7 @@ def test_what_unused_rows_hold_changes_nothing(
     state = path_of(executor)._state
     assert state._hidden is not None
     with torch.inference_mode():
-        for ids in (state._seq_lens, state._verified_id, state._topk_index):
-            ids.fill_(1 << 40)
+        state._ints.fill_(1 << 40)
         for floats in (state._topk_p, state._hidden):
             floats.fill_(torch.nan)
     reqs = target.make_reqs(PROMPTS, ending(SAMPLED))
@@ -321,12 +321,8 @@ def test_choices_made_for_whole_batches_at_once_are_the_same(
     """As on a GPU, where nothing may be read back."""
     config = config_of(models.target, overlapped(models, "eagle", topk=4), page_size=16)
     executor = build_executor(config)
-    path, model = path_of(executor), config.model
-    num_rows = path._runner.req_to_token.num_rows
-    path._sampler = path._growth._sampler = DeviceSampler(
-        executor.kernels, model.vocab_size, model.eos_token_ids, num_rows, path._device,
-        config.spec, is_dense=True,
-    )  # fmt: skip
+    path = path_of(executor)
+    executor._path = OverlapPath(config, path._runner, path._draft, path._collective, is_dense=True)
     for params in PARAMS:
         target = ColocatedTarget(executor, chunk_size=CHUNK_SIZE)
         reqs = target.make_reqs(PROMPTS, ending(params))

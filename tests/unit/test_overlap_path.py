@@ -128,8 +128,8 @@ class Rig:
     @property
     def state(self) -> tuple[int, int]:
         """(seq_len, verified_id) on the device."""
-        state = self.path._state
-        return int(state._seq_lens[ROW]), int(state._verified_id[ROW])
+        seq_len, verified_id, *_ = self.path._state._ints[:, ROW].tolist()
+        return seq_len, verified_id
 
     def launch(self, row: ReqStep) -> PendingStep:
         """One row, which gets the pages that its prefix and its reserve want."""

@@ -57,7 +57,7 @@ def select_top_k_tokens(
     Source: beam growth of EAGLE-2, arXiv 2406.16858.
     """
     # Rounded up to more than 1, a child would score above its parent.
-    topk_p = _no_nan(topk_p).clamp(max=1.0)
+    topk_p = _no_nan(topk_p).clamp_(max=1.0)
     if scores is None:
         gids = torch.arange(topk, device=topk_p.device).expand_as(topk_index)
         candidates = Candidates(topk_p, topk_index, gids)
@@ -161,14 +161,14 @@ def build_trees(
 
 
 def _best_first(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row sorted by (score descending, index ascending), NaN last: (scores, indices).
+    """Each row, without NaN, sorted by (score descending, index ascending): (scores, indices).
 
     Not topk: it breaks ties as it likes, and would choose a child whose parent, of equal score,
     it left out.
     """
-    ordered = _no_nan(scores).sort(dim=-1, descending=True, stable=True)
+    ordered = scores.sort(dim=-1, descending=True, stable=True)
     return ordered.values, ordered.indices
 
 
 def _no_nan(scores: Tensor) -> Tensor:
-    return scores.masked_fill(scores.isnan(), -torch.inf)
+    return scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)

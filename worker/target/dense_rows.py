@@ -4,7 +4,7 @@ Whole vocabularies and batches at once, every node of every tree. Its results ar
 (worker/target/tree_walk.py), or distributed as those are where the rule draws by chance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,7 @@ class _Nodes:
     """Rows of logits of a batch of trees of n nodes; plain rows are trees of their root."""
 
     logits: Tensor  # [bs * n, V], through stage 3 of worker/logit_stages.py
-    params: DenseParams
+    params: DenseParams | None  # None where all are greedy
     draft_ids: Tensor  # [bs, n]
     links: TreeLinks
 
@@ -83,8 +83,15 @@ class DenseRows:
         none = torch.full_like(roots, -1)
         links = TreeLinks(torch.arange(bs, device=self._device).unsqueeze(1), none, none)
         nodes = self._nodes(logits, rows, rows_cpu, positions.view(bs, 1), roots, links, None, mask)
-        ids = self._walk(nodes, 0).predict
+        ids = self._walk(nodes, 0, None).predict
         return ids, self._logprobs(nodes, rows_cpu, ids)
+
+    def kind(self, rows_cpu: Sequence[int]) -> Hashable | None:
+        """As `DeviceSampler.kind`."""
+        tables, reqs = self._tables, [self._reqs[row] for row in rows_cpu if row in self._reqs]
+        if tables.is_adjusted(rows_cpu) or any(r.processors or r.wants_logprobs for r in reqs):
+            return None
+        return tables.is_noisy(rows_cpu), tables.is_sorted(rows_cpu)
 
     def verify(
         self,
@@ -99,9 +106,8 @@ class DenseRows:
     ) -> tuple[VerifyResult, Tensor | None]:
         """(the verdict, the log-probabilities of new tokens [bs, max_depth + 1])."""
         bs, n = trees.draft_ids.shape
-        cells = trees.tree_mask[: bs * n * n].view(bs, n, n).bool()
-        # A node attends to as many nodes as stand before the token behind it.
-        positions = seq_lens.unsqueeze(1) + cells.sum(-1)
+        cells = trees.tree_mask[: bs * n * n].view(bs, n, n)
+        positions = trees.positions[: bs * n].view(bs, n) + 1  # of the token behind each node
         nodes = self._nodes(
             logits, rows, rows_cpu, positions, trees.draft_ids, trees.links, cells, mask
         )
@@ -128,7 +134,7 @@ class DenseRows:
         return rank_dense(
             self._kernels,
             logits.detach()[:, :num_columns].float(),
-            self._tables.params(rows, rows_cpu, positions),
+            self._tables.params(rows, rows_cpu, positions, len(logits) // len(rows_cpu)),
             topk,
             token_ids=hot_token_id,
             is_coupled=self._spec.rule == "coupled",
@@ -148,16 +154,16 @@ class DenseRows:
         """Stages 1 to 3; positions, draft_ids [bs, n], cells [bs, n, n] or None without drafts."""
         bs, n = positions.shape
         logits = logits.detach()[:, : self._vocab_size].float()
-        is_on_path = cells
-        if cells is not None:
-            is_on_path = cells & (torch.arange(n, device=self._device) > 0)
-        logits = apply_processors(logits, self._processed(rows_cpu, draft_ids, is_on_path))
-        adjusted = self._tables.adjust(
-            logits.view(bs, n, self._vocab_size), rows, rows_cpu, positions, draft_ids, is_on_path
-        )
-        logits = apply_mask(adjusted.flatten(0, 1), mask)
-        params = self._tables.params(rows, rows_cpu, positions.flatten(), n)
-        return _Nodes(logits, params, draft_ids, links)
+        if self.kind(rows_cpu) is None:
+            is_on_path = cells
+            if cells is not None:
+                is_on_path = cells & (torch.arange(n, device=self._device) > 0)
+            logits = apply_processors(logits, self._processed(rows_cpu, draft_ids, is_on_path))
+            trees = logits.view(bs, n, self._vocab_size)
+            adjust = self._tables.adjust
+            logits = adjust(trees, rows, rows_cpu, positions, draft_ids, is_on_path).flatten(0, 1)
+        params = self._tables.params(rows, rows_cpu, positions, n)
+        return _Nodes(apply_mask(logits, mask), params, draft_ids, links)
 
     def _processed(
         self, rows_cpu: Sequence[int], draft_ids: Tensor, is_on_path: Tensor | None
@@ -172,7 +178,7 @@ class DenseRows:
                 processed.append(ProcessedRows(b * n, nodes, self._reqs[row].processors))
         return processed
 
-    def _walk(self, nodes: _Nodes, max_depth: int, cells: Tensor | None = None) -> VerifyResult:
+    def _walk(self, nodes: _Nodes, max_depth: int, cells: Tensor | None) -> VerifyResult:
         # A draft "token" equal to NO_TOKEN would match a node from which none can be chosen.
         draft_ids = nodes.draft_ids.masked_fill(nodes.draft_ids < 0, _NO_DRAFT)
         if self._spec.rule == "coupled":
@@ -185,17 +191,21 @@ class DenseRows:
     def _walk_by_chance(
         self, nodes: _Nodes, draft_ids: Tensor, max_depth: int, cells: Tensor | None
     ) -> VerifyResult:
+        params, kernels = nodes.params, self._kernels
         bs, n = draft_ids.shape
-        probs, is_unusable = target_probs_dense(nodes.logits, nodes.params)
-        seeds, positions = nodes.params.seeds.view(bs, n), nodes.params.positions.view(bs, n)
+        probs, is_unusable = target_probs_dense(nodes.logits, params)
         if cells is not None:
             draft_ids = draft_ids.masked_fill(is_repeated(draft_ids, cells), _NO_DRAFT)
-        result = self._kernels.tree_speculative_sampling_target_only(
+        walk_coins = final_coins = torch.zeros(bs, n, device=self._device)
+        if params is not None:  # else any will do
+            walk_coins = coins(kernels, params.seeds, params.positions, WALK_COIN)
+            final_coins = coins(kernels, params.seeds, params.positions, FINAL_COIN)
+        result = kernels.tree_speculative_sampling_target_only(
             draft_ids,
             nodes.links,
             probs.view(bs, n, -1),
-            coins(self._kernels, seeds, positions, WALK_COIN),
-            coins(self._kernels, seeds[:, 0], positions[:, 0], FINAL_COIN),
+            walk_coins.view(bs, n),
+            final_coins.view(bs, n)[:, 0],
             max_depth,
             self._spec.threshold_single,
             self._spec.threshold_acc,
@@ -209,7 +219,9 @@ class DenseRows:
         """Of one token behind each node, [bs * n] fp32; None where no req wants any."""
         if not any(row in self._reqs and self._reqs[row].wants_logprobs for row in rows_cpu):
             return None
-        return token_logprobs(nodes.logits, nodes.params.temperature, token_ids)
+        logits, params = nodes.logits, nodes.params
+        temperatures = logits.new_ones(len(logits)) if params is None else params.temperature
+        return token_logprobs(logits, temperatures, token_ids)
 
 
 def is_repeated(draft_ids: Tensor, cells: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ waits for it. It chooses what `decide` (worker/target/verify.py) chooses from th
 test holds the two equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +58,7 @@ class DeviceSampler:
                 unless the device is a CPU, which is quicker node by node.
         """
         self._spec = spec
-        self._num_verifies = 0
+        self._num_simulated_steps = 0
         self._rows: DenseRows | HostRows
         device = torch.device(device)
         if device.type != "cpu" if is_dense is None else is_dense:
@@ -70,6 +70,21 @@ class DeviceSampler:
     def is_simulated(self) -> bool:
         """Whether acceptance is made up, for a benchmark."""
         return self._spec.is_simulated
+
+    def simulate_step(self, max_depth: int) -> int:
+        """How many tokens the next step's trees are to yield, drawn anew; 0 where none are made up.
+
+        max_depth: most draft tokens accepted per req.
+        """
+        if not self.is_simulated:
+            return 0
+        self._num_simulated_steps += 1
+        return simulated_num_new_tokens(self._spec, self._num_simulated_steps - 1, max_depth)
+
+    def kind(self, rows_cpu: Sequence[int]) -> Hashable | None:
+        """Equal for batches of one size on which `verify` and `top_children` run the same
+        operations, so that those of one may be repeated for another. None: they may differ."""
+        return self._rows.kind(rows_cpu)
 
     def open_rows(self, rows: Sequence[int], sampling: Sequence[SamplingRow]) -> None:
         """Takes reqs in at their last prompt chunk; what the rows held before is forgotten.
@@ -116,6 +131,8 @@ class DeviceSampler:
         seq_lens: Tensor,
         max_depth: int,
         mask: Tensor | None = None,
+        *,
+        num_simulated: int = 0,
     ) -> Verdict:
         """Walks each tree by the configured rule. Nothing counts before it is committed.
 
@@ -126,11 +143,8 @@ class DeviceSampler:
             seq_lens: [bs], tokens before the root.
             max_depth: most draft tokens accepted per req.
             mask: [bs * num_draft_tokens, ceil(vocab_size / 32)] int32, see `apply_mask`.
+            num_simulated: what `simulate_step` said; 0 verifies for real.
         """
-        num_simulated = 0
-        if self.is_simulated:
-            num_simulated = simulated_num_new_tokens(self._spec, self._num_verifies, max_depth)
-        self._num_verifies += 1
         result, logprobs = self._rows.verify(
             logits, trees, rows, rows_cpu, seq_lens, max_depth, mask, num_simulated
         )
@@ -151,10 +165,12 @@ class DeviceSampler:
     ) -> tuple[Tensor, Tensor]:
         """`Sampler.top_children` on the device: (probabilities [n, topk] fp32, columns int64).
 
+        Where topk is 1, any number above -inf stands for the probability of the only child.
+
         Args:
-            logits: [n, V_draft], of any dtype.
-            rows, rows_cpu: [n]; a req with several lanes stands there as often.
-            positions: [n] int64, absolute, of the children.
+            logits: [n, V_draft], of any dtype; n is a multiple of the rows.
+            rows, rows_cpu: the reqs, each with as many lanes, one behind the other.
+            positions: n int64 in any shape, absolute, of the children.
             hot_token_id: [V_draft] int64, the target's tokens behind the columns; None: their
                 numbers, of which those from vocab_size on are padding.
         """

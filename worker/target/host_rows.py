@@ -4,7 +4,7 @@ Every req keeps a copy of its text here, and tokens are chosen as `decide` choos
 for plain greedy rows, and elsewhere the transforms of only those nodes that a walk comes to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,10 @@ class HostRows:
     def open(self, rows: Sequence[int], sampling: Sequence[SamplingRow]) -> None:
         for row, req in zip(rows, sampling, strict=True):
             self._reqs[row] = replace(req, output_ids=list(req.output_ids))
+
+    def kind(self, rows_cpu: Sequence[int]) -> Hashable | None:
+        """As `DeviceSampler.kind`."""
+        return None
 
     def commit(self, rows: Tensor, new_ids: Tensor, num_new_tokens: Tensor) -> None:
         given = zip(rows.tolist(), new_ids.tolist(), num_new_tokens.tolist(), strict=True)
@@ -97,9 +101,11 @@ class HostRows:
         topk: int,
         hot_token_id: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        num_lanes = len(logits) // len(rows_cpu)
+        reqs = [self._reqs[row] for row in rows_cpu for _ in range(num_lanes)]
         logit_rows = [
-            LogitRow(self._reqs[row].params, range(position), ())
-            for row, position in zip(rows_cpu, positions.tolist(), strict=True)
+            LogitRow(req.params, range(position), ())
+            for req, position in zip(reqs, positions.flatten().tolist(), strict=True)
         ]
         return self._sampler.top_children(logits, logit_rows, topk, hot_token_id)
 

@@ -35,9 +35,9 @@ class RowTables:
         self._num_rows = num_rows
         self._params = [_GREEDY] * num_rows
         # Columns: is_greedy, top_k, seed, first position at which the req may end.
-        self._ints = torch.zeros(num_rows, 4, dtype=torch.int64, device=device)
+        self._ints = to_device([_ints_of(_GREEDY, 0)] * num_rows, torch.int64, device)
         # Columns: temperature, top_p, min_p, frequency, presence and repetition penalty.
-        self._floats = torch.zeros(num_rows, 6, dtype=torch.float64, device=device)
+        self._floats = to_device([_floats_of(_GREEDY)] * num_rows, torch.float64, device)
         self._counts: Tensor | None = None  # [num_rows, V] int32, of each token in the output
         self._is_prompt: Tensor | None = None  # [num_rows, V] bool
         self._is_ending: Tensor | None = None  # [num_rows, V] bool, where min_tokens hold them back
@@ -50,23 +50,37 @@ class RowTables:
         ints, floats = [], []
         for row, req in zip(rows, sampling, strict=True):
             params = self._params[row] = req.params
-            first_end = len(req.prompt_ids) + params.min_tokens
-            ints.append((params.is_greedy, kept_top_k(params), signed_seed(params.seed), first_end))
-            penalties = (params.frequency_penalty, params.presence_penalty)
-            floats.append((*distribution_floats(params), *penalties, params.repetition_penalty))
+            ints.append(_ints_of(params, len(req.prompt_ids) + params.min_tokens))
+            floats.append(_floats_of(params))
         index = to_device(list(rows), torch.int64, self._device)
         self._ints[index] = to_device(ints, torch.int64, self._device)
         self._floats[index] = to_device(floats, torch.float64, self._device)
         for row, req in zip(rows, sampling, strict=True):
             self._open_tables(row, req)
 
+    def is_noisy(self, rows_cpu: Sequence[int]) -> bool:
+        """Whether a req is drawn by chance."""
+        return not all(self._params[row].is_greedy for row in rows_cpu)
+
+    def is_sorted(self, rows_cpu: Sequence[int]) -> bool:
+        """Whether a req is cut by top_k or top_p."""
+        return any(is_sorted(self._params[row]) for row in rows_cpu)
+
+    def is_adjusted(self, rows_cpu: Sequence[int]) -> bool:
+        """Whether `adjust` changes anything."""
+        return any(_is_adjusted(self._params[row]) for row in rows_cpu)
+
     def params(
         self, rows: Tensor, rows_cpu: Sequence[int], positions: Tensor, repeat: int = 1
-    ) -> DenseParams:
-        """Of `repeat` rows of logits for each of rows [bs]; positions [bs * repeat] int64."""
+    ) -> DenseParams | None:
+        """Of `repeat` rows of logits for each of rows [bs]; None where all are greedy.
+
+        positions: int64, one for each row of logits, in whatever shape.
+        """
+        if not self.is_noisy(rows_cpu):
+            return None
         ints = self._ints[rows].repeat_interleave(repeat, 0).unbind(1)
         floats = self._floats[rows].repeat_interleave(repeat, 0).unbind(1)
-        params = [self._params[row] for row in rows_cpu]
         return DenseParams(
             is_greedy=ints[0].bool(),
             temperature=floats[0].float(),
@@ -74,9 +88,8 @@ class RowTables:
             top_p=floats[1].float(),
             min_p=floats[2].float(),
             seeds=ints[2],
-            positions=positions,
-            is_noisy=not all(p.is_greedy for p in params),
-            is_sorted=any(is_sorted(p) for p in params),
+            positions=positions.flatten(),
+            is_sorted=self.is_sorted(rows_cpu),
         )
 
     def adjust(
@@ -162,6 +175,15 @@ class RowTables:
         """Those of the vocabulary, in order."""
         ids = np.fromiter(token_ids, dtype=np.int64)
         return to_device(ids[(ids >= 0) & (ids < self._vocab_size)], torch.int64, self._device)
+
+
+def _ints_of(params: SamplingParams, first_end: int) -> tuple[int, int, int, int]:
+    return params.is_greedy, kept_top_k(params), signed_seed(params.seed), first_end
+
+
+def _floats_of(params: SamplingParams) -> tuple[float, ...]:
+    penalties = (params.frequency_penalty, params.presence_penalty, params.repetition_penalty)
+    return (*distribution_floats(params), *penalties)
 
 
 def _is_adjusted(params: SamplingParams) -> bool:
