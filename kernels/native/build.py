@@ -43,54 +43,76 @@ def load_library() -> ctypes.CDLL:
     compiler = _compiler()
     if compiler is None:
         raise NativeBuildError(f"no C++ compiler on the PATH, looked for {', '.join(_COMPILERS)}")
-    name = f"kernels-{_fingerprint(compiler)}.so"
-    for folder in (_cache_dir(), Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"):
+    try:
+        name = f"kernels-{_fingerprint(compiler)}.so"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeBuildError(f"{compiler[0]} does not run: {error}") from error
+    for make_folder in (_cache_dir, _temporary_dir):
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path = folder / name
+            path = make_folder() / name
             if not path.exists():
                 _compile(compiler, path)
             return ctypes.CDLL(str(path))
-        except OSError as error:  # a folder that cannot be written or run from
-            log.info("native kernels cannot live in %s: %s", folder, error)
+        except (OSError, RuntimeError) as error:  # a folder that cannot be written or run from
+            log.info("native kernels cannot live there: %s", error)
     raise NativeBuildError("no folder to keep the built kernels in; set PACELINE_CACHE to one")
 
 
-def _compile(compiler: str, path: Path) -> None:
-    # Ranks may build at once: each writes a file of its own, and the last rename wins.
-    part = path.with_suffix(f".{os.getpid()}.part")
+def _compile(compiler: list[str], path: Path) -> None:
+    # Ranks may build at once, on nodes that share the folder too: each writes a file of its own,
+    # and the last rename wins.
+    handle, name = tempfile.mkstemp(".part", f"{path.stem}-", path.parent)
+    os.close(handle)
+    part = Path(name)
     try:
         done = subprocess.run(
-            [compiler, *_FLAGS, str(_SOURCE), "-o", str(part)],
+            [*compiler, *_FLAGS, str(_SOURCE), "-o", str(part)],
             capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False,
         )  # fmt: skip
-        if done.returncode != 0:
-            raise NativeBuildError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
+        if done.returncode != 0 or part.stat().st_size == 0:
+            raise NativeBuildError(f"{compiler[0]} failed: {done.stderr.strip()[-2000:]}")
         part.replace(path)
         log.info("built native kernels path=%s", path)
     except subprocess.TimeoutExpired as error:
-        raise NativeBuildError(f"{compiler} took longer than {_BUILD_LIMIT_S:g} s") from error
+        raise NativeBuildError(f"{compiler[0]} took longer than {_BUILD_LIMIT_S:g} s") from error
     finally:
         part.unlink(missing_ok=True)
 
 
-def _compiler() -> str | None:
-    chosen = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, (chosen,) if chosen else _COMPILERS)), None)
+def _compiler() -> list[str] | None:
+    """The program, and what CXX gives it, as in "ccache g++"."""
+    chosen = os.environ.get("CXX", "").split()
+    names = chosen[:1] or _COMPILERS
+    found = next(filter(None, map(shutil.which, names)), None)
+    return None if found is None else [found, *chosen[1:]]
 
 
 def _cache_dir() -> Path:
+    """Raises: OSError, RuntimeError: it cannot be made, or nobody knows the user's home."""
     chosen = os.environ.get("PACELINE_CACHE")
-    return (Path(chosen) if chosen else Path.home() / ".cache" / "paceline") / "native"
+    folder = (Path(chosen) if chosen else Path.home() / ".cache" / "paceline") / "native"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
 
 
-def _fingerprint(compiler: str) -> str:
+def _temporary_dir() -> Path:
+    """Raises: OSError: it cannot be made, or what lies in it may be another user's."""
+    folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"others may write to '{folder}'")
+    return folder
+
+
+def _fingerprint(compiler: list[str]) -> str:
     """Of all that decides what is built: the source, the flags, the compiler, the processor."""
     digest = hashlib.sha256(_SOURCE.read_bytes())
     version = subprocess.run(
-        [compiler, "--version"], capture_output=True, timeout=_BUILD_LIMIT_S, check=False
+        [*compiler, "--version"], capture_output=True, timeout=_BUILD_LIMIT_S, check=False
     )
-    digest.update(" ".join(_FLAGS).encode() + version.stdout + _cpu_features())
+    flags = " ".join([*compiler[1:], *_FLAGS])
+    digest.update(flags.encode() + version.stdout + _cpu_features())
     return digest.hexdigest()[:16]
 
 

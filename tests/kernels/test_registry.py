@@ -4,6 +4,7 @@ import builtins
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,60 @@ def test_kernels_are_built_once_and_found_again(
     load_library.cache_clear()
     load_kernels("native", "cpu")
     assert built[0].stat().st_mtime_ns == built_at
+    load_library.cache_clear()
+
+
+def test_a_compiler_that_does_not_run_costs_speed_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("no program\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    load_library.cache_clear()
+    assert load_kernels("auto", "cpu").name == "reference"
+    assert f"{broken} does not run" in caplog.text
+    load_library.cache_clear()
+
+
+def test_builders_give_the_compiler_its_options_and_a_file_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in containers that share a cache: their process ids may be alike."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path / "log"}\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{compiler} -DOURS")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    for _ in range(2):
+        load_library.cache_clear()
+        with pytest.raises(ValueError, match="failed"):
+            load_kernels("native", "cpu")
+    calls = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    outputs = {args[-1] for args in calls if args[-2] == "-o"}
+    assert len(outputs) == 2
+    assert all(args[0] == "-DOURS" for args in calls)
+    load_library.cache_clear()
+
+
+def test_nothing_is_run_from_a_folder_that_others_may_write_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not can_build():
+        return  # the set is not offered here, as the first test proves
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"paceline-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    load_library.cache_clear()
+    with pytest.raises(ValueError, match="no folder to keep the built kernels in"):
+        load_kernels("native", "cpu")
+    assert not list(folder.iterdir())
+    folder.chmod(0o700)
+    load_kernels("native", "cpu")
+    assert [path.suffix for path in folder.iterdir()] == [".so"]
     load_library.cache_clear()
 
 
