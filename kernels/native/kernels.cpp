@@ -308,13 +308,16 @@ void attend_rows(const Attention& a, int rows, const T* q, const T* k_cache, con
     rotate(q, q_stride, cos_sin, positions, tokens, num_q_heads, head_dim);                        \
     rotate(k, k_stride, cos_sin, positions, tokens, num_kv_heads, head_dim);                       \
   }                                                                                                \
-  EXPORT void store_kv_##suffix(const T* k, int64_t k_stride, const T* v, int64_t v_stride,        \
-                                T* k_cache, T* v_cache, const int64_t* slots, int64_t tokens,      \
-                                int size) {                                                        \
+  /* How many were stored: fewer than `tokens` where the next slot is not one of `num_slots`. */    \
+  EXPORT int64_t store_kv_##suffix(const T* k, int64_t k_stride, const T* v, int64_t v_stride,     \
+                                   T* k_cache, T* v_cache, const int64_t* slots, int64_t tokens,   \
+                                   int size, int64_t num_slots) {                                  \
     for (int64_t t = 0; t < tokens; ++t) {                                                         \
+      if (slots[t] < 0 || slots[t] >= num_slots) return t;                                         \
       std::memcpy(k_cache + slots[t] * size, k + t * k_stride, size * sizeof(T));                  \
       std::memcpy(v_cache + slots[t] * size, v + t * v_stride, size * sizeof(T));                  \
     }                                                                                              \
+    return tokens;                                                                                 \
   }                                                                                                \
   EXPORT void decode_attention_##suffix(                                                           \
       const T* q, int64_t q_stride, const T* k_cache, const T* v_cache, const int32_t* kv_indptr,  \

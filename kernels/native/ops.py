@@ -1,6 +1,7 @@
 """The compiled ops: each checks what it can take, and leaves the rest to the reference.
 
-A compiled op takes dense fp32 or bfloat16 tensors of a CPU. `bind` must have been called.
+A compiled op takes dense fp32 or bfloat16 tensors of a CPU, and dense indices of the dtypes that
+`KernelSet` names. `bind` must have been called.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ _P, _L, _I = c_void_p, c_int64, c_int
 _SIGNATURES: dict[str, list[Any]] = {  # of ctypes types
     "add_rms_norm": [_P, _P, _P, _P, _L, _I, c_float],
     "apply_rotary": [_P, _L, _P, _L, _P, _P, _L, _I, _I, _I],
-    "store_kv": [_P, _L, _P, _L, _P, _P, _P, _L, _I],
+    "store_kv": [_P, _L, _P, _L, _P, _P, _P, _L, _I, _L],
     "decode_attention": [_P, _L, _P, _P, _P, _P, _P, _I, _I, _I, _I, c_float],
 }
 _NOTHING = attend.RowPlan((), is_whole=False)
@@ -44,13 +45,13 @@ def bind() -> None:
         for dtype, suffix in _SUFFIXES.items():
             function = getattr(library, f"{op}_{suffix}")
             function.argtypes = signature
-            function.restype = None
+            function.restype = c_int64 if op == "store_kv" else None
             table[dtype] = function
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     run = _norms.get(x.dtype)
-    if run is None or not x.is_contiguous() or weight.dtype != x.dtype:
+    if run is None or not x.is_contiguous() or not _is_dense(weight, x.dtype):
         return norm.rms_norm(x, weight, eps)
     out = torch.empty_like(x)
     run(None, x.data_ptr(), weight.data_ptr(), out.data_ptr(), *_rows_of(x), eps)
@@ -62,9 +63,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if (
         run is None
         or not x.is_contiguous()
-        or not residual.is_contiguous()
-        or residual.dtype != x.dtype
-        or weight.dtype != x.dtype
+        or not _is_dense(residual, x.dtype)
+        or not _is_dense(weight, x.dtype)
     ):
         return norm.add_rms_norm(x, residual, weight, eps)
     out = torch.empty_like(x)
@@ -79,8 +79,8 @@ def apply_rotary(
     if (
         rotate is None
         or k.dtype != q.dtype
-        or cos_sin.dtype != torch.float32
-        or not cos_sin.is_contiguous()
+        or not _is_dense(cos_sin, torch.float32)
+        or not (positions is None or _is_dense(positions, torch.int64))
         or not (_has_dense_heads(q) and _has_dense_heads(k))
     ):
         return rope.apply_rotary(q, k, cos_sin, positions)
@@ -94,14 +94,24 @@ def apply_rotary(
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
     store = _stores.get(k.dtype)
-    if store is None or k_cache.dtype != k.dtype or out_cache_loc.dtype != torch.int64:
+    if (
+        store is None
+        or v.dtype != k.dtype
+        or not (_is_dense(k_cache, k.dtype) and _is_dense(v_cache, k.dtype))
+        or not _is_dense(out_cache_loc, torch.int64)
+        or out_cache_loc.shape != k.shape[:1]
+    ):
         reference_store(k, v, k_cache, v_cache, out_cache_loc)
         return
     check_kv(k, v, k_cache, v_cache)
-    store(
+    num_stored = store(
         k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k_cache.data_ptr(),
         v_cache.data_ptr(), out_cache_loc.data_ptr(), k.shape[0], k.shape[1] * k.shape[2],
+        k_cache.shape[0],
     )  # fmt: skip
+    if num_stored < k.shape[0]:
+        slot = int(out_cache_loc[num_stored])
+        raise IndexError(f"slot {slot} is not one of the {k_cache.shape[0]} of the cache")
 
 
 def plan_attention(
@@ -131,7 +141,8 @@ def decode_attention(
     scale: float,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    if not can_attend(q, k_cache, v_cache):
+    is_indexed = _is_dense(kv_indptr, torch.int32) and _is_dense(kv_indices, torch.int32)
+    if not is_indexed or not can_attend(q, k_cache, v_cache):
         return reference_decode(q, k_cache, v_cache, kv_indptr, kv_indices, scale)
     check_attention(q, k_cache, v_cache)
     out = torch.empty(q.shape, dtype=q.dtype)
@@ -147,7 +158,8 @@ def can_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether `decode_attention` is the compiled one for these."""
     return (
         q.dtype in _decodes
-        and k_cache.dtype == v_cache.dtype == q.dtype
+        and _is_dense(k_cache, q.dtype)
+        and _is_dense(v_cache, q.dtype)
         and _has_dense_heads(q)
         and q.shape[2] <= MAX_HEAD_DIM
     )
@@ -156,6 +168,10 @@ def can_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 def _rows_of(x: Tensor) -> tuple[int, int]:
     size = x.shape[-1]
     return x.numel() // size, size
+
+
+def _is_dense(x: Tensor, dtype: torch.dtype) -> bool:
+    return x.dtype == dtype and x.is_contiguous()
 
 
 def _has_dense_heads(x: Tensor) -> bool:

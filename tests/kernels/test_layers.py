@@ -85,6 +85,22 @@ def test_rotary_is_exactly_llamas_in_fp32(
     assert torch.equal(qkv[:, 12 * head_dim :], untouched)
 
 
+def test_what_lies_apart_in_memory_is_no_other_value_on_a_cpu(kernels: KernelSet) -> None:
+    if kernels.name not in ("reference", "native"):
+        return
+    x, weight = torch.randn(3, 64), torch.randn(64, 2)[:, 0]
+    expected = llama_norm(x, weight, 1e-5)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), expected)
+    normed, _ = kernels.add_rms_norm(x, torch.zeros(3, 64), weight, 1e-5)
+    torch.testing.assert_close(normed, expected)
+    cos_sin, positions = torch.randn(9, 64), torch.tensor([[7, 0], [2, 0], [5, 0]])[:, 0]
+    q, k = torch.randn(3, 2, 64), torch.randn(3, 1, 64)
+    cos, sin = cos_sin[positions].chunk(2, -1)
+    rotated = rotate(q, cos, sin), rotate(k, cos, sin)
+    kernels.apply_rotary(q, k, cos_sin, positions)
+    torch.testing.assert_close((q, k), rotated)
+
+
 @pytest.mark.parametrize(("dtype", "atol"), DTYPES)
 @pytest.mark.parametrize("width", [1536, 50])
 def test_silu_and_mul_gates_the_second_half(

@@ -57,3 +57,27 @@ def test_nothing_to_store_is_no_error(kernels: KernelSet, device: str) -> None:
     none = torch.zeros(0, 1, 64, device=device)
     kernels.store_kv(none, none, caches[0], caches[1], i64([], device))
     assert not caches.any()
+
+
+def test_a_slot_outside_the_cache_is_an_error_on_a_cpu(kernels: KernelSet, device: str) -> None:
+    """Compiled or not, nothing else is written to."""
+    if kernels.name not in ("reference", "native"):
+        return
+    k, v = torch.randn(2, 2, 1, 64)
+    for slot in (4, -1):
+        caches = torch.zeros(2, 6, 1, 64)
+        with pytest.raises(IndexError):
+            kernels.store_kv(k, v, caches[0, 1:5], caches[1, 1:5], i64([2, slot], device))
+        assert not caches[:, [0, 1, 2, 4, 5]].any()
+
+
+def test_slots_and_caches_need_not_be_dense_on_a_cpu(kernels: KernelSet, device: str) -> None:
+    if kernels.name not in ("reference", "native"):
+        return
+    k, v = torch.randn(2, 2, 1, 64)
+    caches = torch.zeros(2, 4, 2, 64)
+    slots = i64([3, 0, 1, 0], device)[::2]
+    kernels.store_kv(k, v, caches[0, :, :1], caches[1, :, 1:], slots)
+    assert torch.equal(caches[0, [3, 1], :1], k)
+    assert torch.equal(caches[1, [3, 1], 1:], v)
+    assert torch.count_nonzero(caches) == 4 * 64
