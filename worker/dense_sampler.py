@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from paceline.kernels.api import KernelSet
 from paceline.worker.logit_filters import MIN_TEMPERATURE, TOP_P_TOLERANCE, LogitRow
@@ -163,10 +164,14 @@ def rank_dense(
             scores = perturb(kernels, scores, params, token_ids)
     if topk == 1:
         return scores.max(-1, keepdim=True)
-    best, ids = scores.topk(topk)
+    best, ids = scores.topk(min(topk, scores.shape[1]))
     probs = (best - scores.logsumexp(-1, keepdim=True)).exp()
     is_missing = best == -torch.inf
-    return probs.masked_fill(is_missing, -torch.inf), ids.masked_fill(is_missing, 0)
+    probs, ids = probs.masked_fill(is_missing, -torch.inf), ids.masked_fill(is_missing, 0)
+    num_lacking = topk - ids.shape[1]  # of a draft with few tokens
+    if num_lacking == 0:
+        return probs, ids
+    return pad(probs, (0, num_lacking), value=-torch.inf), pad(ids, (0, num_lacking))
 
 
 def _pieces(logits: Tensor) -> list[slice]:

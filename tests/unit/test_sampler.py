@@ -234,6 +234,22 @@ def test_dense_children_are_those_of_the_host(sampler: Sampler, logits: torch.Te
     assert (rank_dense(KERNELS, broken, dense([row()]), 4)[0] == -torch.inf).all()
 
 
+def test_a_draft_may_know_fewer_tokens_than_a_tree_has_branches(
+    sampler: Sampler, logits: torch.Tensor
+) -> None:
+    hot, rows = torch.tensor([5, 9, 11]), [row(temperature=0.0), row()]
+    few = logits[:2, hot]
+    for is_dense in (False, True):
+        if is_dense:
+            probs, columns = rank_dense(KERNELS, few, dense(rows), 5, token_ids=hot)
+        else:
+            probs, columns = sampler.top_children(few, rows, 5, hot)
+        assert (probs[:, :3] > 0).all()
+        assert columns[:, :3].sort().values.tolist() == [[0, 1, 2]] * 2
+        assert (probs[:, 3:] == -torch.inf).all()
+        assert (columns[:, 3:] == 0).all()
+
+
 def test_a_batch_cut_in_pieces_gives_the_same(
     logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
