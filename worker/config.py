@@ -109,5 +109,6 @@ class WorkerConfig:
     kernels: KernelSetName = "auto"
     device: str = "cpu"
     num_threads: int = 0  # torch threads; 0 leaves torch's choice
+    cuda_graphs: bool = True  # steps that repeat are recorded, where they can be (worker/graphs.py)
     # A token's logits depend, bit for bit, on the tokens before it alone (docs/numerics.md).
     deterministic: bool = False

@@ -39,7 +39,8 @@ class LaunchPlan(AttentionPlan):
     max_kv_len: int | None  # None: unknown, and not worth a sync
 
 
-@triton.jit
+# Where a batch is a part of a step's rows, kv_indptr begins anywhere in theirs.
+@triton.jit(do_not_specialize_on_alignment=["kv_indptr"])
 def _attend_kernel(
     q,
     k_cache,

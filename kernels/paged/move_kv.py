@@ -8,6 +8,7 @@ and the buffer between the two makes overlapping sources and targets safe for an
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -54,10 +55,7 @@ def move_kv(caches: Sequence[Tensor], src: Tensor, tgt: Tensor) -> None:
         if (cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype):
             raise ValueError(f"caches differ: {tuple(cache.shape)} and {tuple(first.shape)}")
     row = first.shape[1] * first.shape[2]
-    # From pinned memory, since a pageable copy waits for all that the device has to do.
-    table = torch.tensor(
-        [cache.data_ptr() for cache in caches], dtype=torch.int64, pin_memory=src.is_cuda
-    ).to(src.device, non_blocking=True)
+    table = _table_of(tuple(cache.data_ptr() for cache in caches), src.device)
     buffer = first.new_empty((len(caches), num_rows, row))
     for slots, is_gather in ((src, True), (tgt, False)):
         _copy_rows_kernel[(num_rows, len(caches))](
@@ -70,3 +68,11 @@ def move_kv(caches: Sequence[Tensor], src: Tensor, tgt: Tensor) -> None:
             BLOCK=triton.next_power_of_2(row),
             IS_GATHER=is_gather,
         )
+
+
+@lru_cache(maxsize=16)
+def _table_of(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """Addresses on the device; a pool moves KV among the same caches in every step."""
+    table = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
+    # From pinned memory, since a pageable copy waits for all that the device has to do.
+    return table.to(device, non_blocking=True)

@@ -1,8 +1,9 @@
-"""Greedy verification: one program walks one tree, so a verify needs no sync."""
+"""Greedy verification: one program walks one tree and writes all that is known of it."""
 
 # A kernel's arguments are pointers and scalars of Triton's, which has no types to say so.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,29 +23,33 @@ def _verify_tree_greedy_kernel(
     accept_length,
     num_nodes,
     max_depth,
+    NODES: tl.constexpr,
+    DEPTHS: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     first = b * num_nodes
-    path = accept_index + b * (max_depth + 1)
+    nodes = tl.arange(0, NODES)
+    depths = tl.arange(0, DEPTHS)
     node = b * 0
     depth = b * 0
-    at = tl.load(index + first)
     target = tl.load(target_ids + first)
-    tl.store(path, at)
-    tl.store(predict + at, target)
+    said = tl.where(nodes == 0, target, 0)
+    path = tl.where(depths == 0, tl.load(index + first), -1)
     child = tl.load(next_token + first)
     # Each pass looks at one child; an agreeing one becomes the node, or else its sibling is next.
     while (child >= 0) & (depth < max_depth):
         if tl.load(draft_ids + first + child) == target:
             node = child
             depth += 1
-            at = tl.load(index + first + node)
             target = tl.load(target_ids + first + node)
-            tl.store(path + depth, at)
-            tl.store(predict + at, target)
+            said = tl.where(nodes == node, target, said)
+            path = tl.where(depths == depth, tl.load(index + first + node), path)
             child = tl.load(next_token + first + node)
         else:
             child = tl.load(next_sibling + first + child)
+    tl.store(predict + first + nodes, said, mask=nodes < num_nodes)
+    path_at = accept_index + b * (max_depth + 1) + depths
+    tl.store(path_at, path, mask=depths <= max_depth)
     tl.store(accept_length + b, depth)
 
 
@@ -53,9 +58,9 @@ def verify_tree_greedy(
 ) -> VerifyResult:
     """As the reference's `verify_tree_greedy`."""
     bs, num_nodes = draft_ids.shape
-    predict = draft_ids.new_zeros(bs * num_nodes)
-    accept_index = draft_ids.new_full((bs, max_depth + 1), -1)
-    accept_length = draft_ids.new_zeros(bs)
+    predict = torch.empty(bs * num_nodes, dtype=torch.int64, device=draft_ids.device)
+    accept_index = predict.new_empty(bs, max_depth + 1)
+    accept_length = predict.new_empty(bs)
     if bs:
         _verify_tree_greedy_kernel[(bs,)](
             draft_ids.contiguous(),
@@ -68,5 +73,7 @@ def verify_tree_greedy(
             accept_length,
             num_nodes,
             max_depth,
+            NODES=triton.next_power_of_2(num_nodes),
+            DEPTHS=triton.next_power_of_2(max_depth + 1),
         )
     return VerifyResult(predict, accept_index, accept_length)

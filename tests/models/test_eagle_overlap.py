@@ -1,14 +1,17 @@
 """Steps launched a step ahead: the tokens, the KV and the rows are those of plain decoding."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from paceline.worker.batch import build_batch
-from paceline.worker.config import SpecConfig, SpecMethod, WorkerConfig
+from paceline.worker.config import SpecConfig, SpecMethod, VerifyRule, WorkerConfig
 from paceline.worker.spec.eagle_overlap import OverlapPath
 from paceline.worker.step import (
     Phase,
@@ -328,6 +331,48 @@ def test_choices_made_for_whole_batches_at_once_are_the_same(
         reqs = target.make_reqs(PROMPTS, ending(params))
         assert target.run(reqs) == say(ending(params))
         assert sum(sum(req.accept_lengths) for req in reqs) > 0
+    executor.shutdown()
+
+
+class FirstRuns:
+    """As `CudaGraphs` without a GPU: what ran first for a key runs again, on inputs of its own."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Tensor, Callable[[Tensor], Any]]] = {}
+        self.num_repeated = 0
+
+    def run(self, key: Hashable, inputs: Tensor, work: Callable[[Tensor], Any]) -> Any:
+        self.num_repeated += key in self._known
+        own, first = self._known.setdefault(key, (inputs.clone(), work))
+        own.copy_(inputs)
+        return first(own)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize(("method", "topk"), [("eagle", 4), ("eagle3", 1), ("standalone", 1)])
+def test_a_round_may_be_repeated_for_any_that_the_host_calls_its_equal(
+    models: ColocatedModels,
+    say: Callable[[Sequence[SamplingParams]], list[list[int]]],
+    method: SpecMethod,
+    topk: int,
+    rule: VerifyRule,
+) -> None:
+    """With other reqs, of other lengths, or padding: what it needs of them is on the device."""
+    spec = replace(overlapped(models, method, topk=topk), rule=rule)
+    config = config_of(models.target, spec, page_size=16)
+    executor = build_executor(config)
+    path, graphs = path_of(executor), FirstRuns()
+    executor._path = OverlapPath(
+        config, path._runner, path._draft, path._collective, graphs, is_dense=True
+    )
+    shapes = [default_shape(spec), SpecShape(2, 1, 3), SpecShape(0, topk, 1)]
+    for i, params in enumerate([*PARAMS, GREEDY, SAMPLED] if rule == "coupled" else [GREEDY] * 3):
+        mixed = partial(lambda other, step: shapes[0 if step % 4 == 0 else other], i % 3)
+        target = ColocatedTarget(executor, chunk_size=CHUNK_SIZE, shapes=mixed)
+        reqs = target.make_reqs(PROMPTS, ending(params))
+        assert target.run(reqs) == say(ending(params))
+        assert sum(sum(req.accept_lengths) for req in reqs) > 0
+    assert graphs.num_repeated > 20
     executor.shutdown()
 
 

@@ -10,7 +10,9 @@ import torch
 
 from paceline.kernels.registry import available_kernel_sets
 from paceline.worker.config import KernelSetName, SpecConfig, SpecMethod
-from paceline.worker.step import PendingStep, SpecShape, StepPlan
+from paceline.worker.graphs import CudaGraphs
+from paceline.worker.spec.eagle_overlap import OverlapPath
+from paceline.worker.step import PendingStep, SamplingParams, SpecShape, StepPlan
 from paceline.worker.target.build import build_executor
 from paceline.worker.target.executor import Executor
 from tests.colocated import (
@@ -61,12 +63,16 @@ def plain(models: ColocatedModels) -> list[list[int]]:
 
 
 def run(
-    model: Path, spec: SpecConfig | None, kernels: KernelSetName, page_size: int
+    model: Path,
+    spec: SpecConfig | None,
+    kernels: KernelSetName,
+    page_size: int,
+    params: Sequence[SamplingParams] = PARAMS,
 ) -> tuple[list[list[int]], list[ColocatedReq]]:
     config = config_of(model, spec, page_size=page_size, kernels=kernels, device="cuda")
     executor = build_executor(config)
     target = ColocatedTarget(executor, chunk_size=8)
-    reqs = target.make_reqs(PROMPTS, PARAMS)
+    reqs = target.make_reqs(PROMPTS, params)
     outputs = target.run(reqs)
     executor.shutdown()
     return outputs, reqs
@@ -112,6 +118,33 @@ def test_a_launch_waits_for_nothing(
     for is_watched in (False, True):  # the first time, kernels are compiled and tables made
         target = WatchedTarget(executor, is_watched, shapes)
         assert target.run(target.make_reqs(PROMPTS, PARAMS)) == plain
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_recorded_rounds_say_what_plain_decoding_says(
+    models: ColocatedModels, kernels: KernelSetName, method: SpecMethod, topk: int
+) -> None:
+    """Recorded in the first run, repeated in the second, padded to four rows while there are three;
+    neither waits for anything."""
+    spec = spec_config(method, models.drafts[method], topk=topk, overlap="on")
+    params = [
+        replace(p, max_tokens=n)
+        for p, n in zip([GREEDY, SAMPLED] * 2, (40, 48, 24, 32), strict=True)
+    ]
+    plain, _ = run(models.target, None, kernels, 16, params)
+    config = config_of(models.target, spec, page_size=16, kernels=kernels, device="cuda")
+    executor = build_executor(config)
+    path = executor._path
+    assert isinstance(path, OverlapPath)
+    graphs = path._graphs
+    assert isinstance(graphs, CudaGraphs)
+    for is_watched in (False, True):
+        target = WatchedTarget(executor, is_watched, [default_shape(spec)])
+        assert target.run(target.make_reqs(PROMPTS, params)) == plain
+        assert graphs.num_recorded > 0
     executor.shutdown()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.worker.batch import build_batch
 from paceline.worker.config import WorkerConfig
 from paceline.worker.errors import InternalError
+from paceline.worker.graphs import Graphs, padded_bs
 from paceline.worker.parallel.collective import Collective
 from paceline.worker.runner import Runner
 from paceline.worker.spec.colocated_draft import ColocatedDraft
@@ -51,10 +52,16 @@ class OverlapPath(SpeculationPath):
         runner: Runner,
         draft: ColocatedDraft,
         collective: Collective,
+        graphs: Graphs | None = None,
         *,
         is_dense: bool | None = None,
     ) -> None:
-        """is_dense: as of `DeviceSampler`."""
+        """
+        Args:
+            graphs: repeat rounds; with a group of one rank only. None: each is launched anew.
+            is_dense: as of `DeviceSampler`.
+        """
+        assert graphs is None or collective.tp_size == 1, "ranks that agree launch what they say"
         table, model = runner.req_to_token, config.model
         # What the one step in flight may have committed behind a plan's prefix_len.
         self._lag = alloc_len_per_decode(config.spec)
@@ -76,6 +83,7 @@ class OverlapPath(SpeculationPath):
         topk = config.spec.topk
         self._state = FutureRows(table.num_rows, topk, self._device)
         self._round = OverlapRound(runner, draft, collective, self._sampler, self._state, topk)
+        self._graphs = graphs
         self._rows: Rows | None = None
         self._rows_key: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
 
@@ -115,14 +123,23 @@ class OverlapPath(SpeculationPath):
 
     def _speculate(self, rows: Sequence[ReqStep], shape: SpecShape) -> Reported | None:
         """A round of the rows that grow trees."""
+        index = tuple(row.req_pool_index for row in rows)
         trees = settle_shape(shape)
         longest = max(row.prefix_len for row in rows) + self._lag
         longest += max(span.end for span in self._round.spans(trees))
-        num_simulated = 0
+        kind, num_simulated = None, 0
         if self._sampler is not None:
+            kind = self._sampler.kind(index)
             num_simulated = self._sampler.simulate_step(max_depth(trees))
-        who = self._look_up(tuple(row.req_pool_index for row in rows))
-        return self._round.run(who, RoundShape(trees, _bound_of(longest), num_simulated))
+        what = RoundShape(trees, _bound_of(longest), num_simulated)
+        if self._graphs is None or kind is None:
+            return self._round.run(self._look_up(index), what)
+        index += (0,) * (padded_bs(len(index)) - len(index))
+        return self._graphs.run(
+            (len(index), what, kind),
+            self._look_up(index).ints,
+            lambda ints: self._round.run(Rows.of(ints, index), what),
+        )
 
     def _look_up(self, index: tuple[int, ...]) -> Rows:
         """Uploads what is not what it was in the last step."""

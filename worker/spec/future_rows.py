@@ -43,10 +43,6 @@ class Rows:
     def bs(self) -> int:
         return len(self.index_cpu)
 
-    @property
-    def is_padded(self) -> bool:
-        return 0 in self.index_cpu
-
 
 class FutureRows:
     """All of it on every rank but the candidates, which tp_rank 0 alone knows."""
@@ -100,8 +96,7 @@ class FutureRows:
             ints.append(topk_index.T)
         stored = self._ints if candidates is not None else self._ints[:_FIRST_CANDIDATE]
         stored.index_copy_(1, rows.index, torch.cat(ints))
-        if rows.is_padded:
-            self._ints[:, 0] = 0
+        self._ints[:, 0].zero_()  # padding's length would grow
 
 
 def upload_ints(values: tuple[int, ...], device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from paceline.kernels.api import KernelSet
 from paceline.worker.clock import Clock, SystemClock
 from paceline.worker.config import WorkerConfig
 from paceline.worker.errors import Unavailable
+from paceline.worker.graphs import CudaGraphs, Graphs
 from paceline.worker.parallel.collective import Collective
 from paceline.worker.runner import Runner
 from paceline.worker.sampler import Sampler
@@ -219,5 +220,8 @@ def _make_path(
     if is_overlapped(config.spec, config.device):
         from paceline.worker.spec.eagle_overlap import OverlapPath
 
-        return OverlapPath(config, runner, draft, collective)
+        graphs: Graphs | None = None
+        if config.cuda_graphs and config.device.startswith("cuda") and collective.tp_size == 1:
+            graphs = CudaGraphs(runner.req_to_token.table.device)
+        return OverlapPath(config, runner, draft, collective, graphs)
     return SyncPath(config, runner, draft, collective, sampler)
