@@ -144,6 +144,19 @@ def test_preemption_changes_no_token(
 
 
 @PATHS
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_draft_that_is_always_right_guesses_in_every_step(
+    models: ColocatedModels, overlap: Overlap, page_size: int
+) -> None:
+    """It reads the last new token as well, for which there must be a slot."""
+    spec = replace(spec_of(models, "standalone", 1, overlap), draft_model=str(models.target))
+    with loop_group(models.target, spec, page_size=page_size) as group:
+        group.generate(PROMPTS, replace(GREEDY, ignore_eos=True))
+        assert group.total("fallback_steps") == 0
+        assert group.total("accepted_tokens") > 0.7 * group.total("completion_tokens")
+
+
+@PATHS
 def test_trees_cut_to_what_a_step_has_room_for_change_no_token(
     models: ColocatedModels, plain: dict[str, list[list[int]]], overlap: Overlap
 ) -> None:

@@ -242,7 +242,7 @@ def test_a_row_always_owns_its_full_reserve(
         spec, is_overlapped=is_overlapped, page_size=page_size, num_pages=512 // page_size
     )
     reserve = reserve_len(spec, is_overlapped)
-    assert reserve == alloc_len_per_decode(spec) * (1 + is_overlapped)
+    assert reserve >= alloc_len_per_decode(spec) * (1 + is_overlapped)
     for i in range(3):
         group.submit(f"r{i}", long_prompt(5 + 7 * i, start=i * 10 + 1), 24)
     seen: dict[int, int] = {}

@@ -89,7 +89,7 @@ def choose_num_pages(
         budget_bytes, source = _budget(config)
         num_pages = max(budget_bytes // (token_bytes * page_size) - 1, 0)
         # Draft nodes reach past the longest req, so each row may need a little more than its pages.
-        reserve = max(2 * config.spec.num_draft_tokens, reserve_len(config.spec, overlap=True) + 1)
+        reserve = max(2 * config.spec.num_draft_tokens, reserve_len(config.spec, overlap=True))
         spare = -(-reserve // page_size) + 1
         num_pages = min(num_pages, config.scheduler.max_num_seqs * (pages_per_req + spare))
     num_pages = collective.all_reduce_min(num_pages)

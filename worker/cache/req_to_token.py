@@ -20,8 +20,7 @@ def row_width(config: WorkerConfig) -> int:
     """Slots of a row: the longest req, and a reserve for draft nodes, in whole pages."""
     spec = config.spec
     grown = spec.topk * spec.num_steps + spec.num_draft_tokens
-    # An unshifted draft writes one place further.
-    owned = reserve_len(spec, overlap=True) + 1
+    owned = reserve_len(spec, overlap=True)
     tokens = config.model.max_model_len + max(_MIN_RESERVE, 2 * spec.num_draft_tokens, grown, owned)
     page_size = config.cache.page_size
     return -(-tokens // page_size) * page_size

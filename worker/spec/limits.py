@@ -77,11 +77,12 @@ def alloc_len_per_decode(spec: SpecConfig) -> int:
 def reserve_len(spec: SpecConfig, overlap: bool) -> int:
     """Slots that a decoding req owns behind what the host knows to be committed.
 
-    Where steps overlap, the one in flight may have committed as many as it could write.
+    Where steps overlap, the one in flight may have committed as many as it could write. A draft
+    that is a model of its own reads the last new token in the same step, one place further.
     """
     if not spec.is_colocated:
         return 0
-    return alloc_len_per_decode(spec) * (2 if overlap else 1)
+    return alloc_len_per_decode(spec) * (2 if overlap else 1) + (spec.method == "standalone")
 
 
 def is_overlapped(spec: SpecConfig, device: str) -> bool:
