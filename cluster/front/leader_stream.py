@@ -83,7 +83,7 @@ class LeaderRun:
 
     def abort(self) -> None:
         """Asks the leader for its end, which will be read; one it never saw is over."""
-        if not self._stream.abort(self._number):
+        if self._end is None and self._error is None and not self._stream.abort(self._number):
             self.wake()
 
     def close(self) -> None:

@@ -55,6 +55,7 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
         self._health = health.aio.HealthServicer()
         self._server: aio.Server | None = None
         self._streams: set[FrontStream] = set()
+        self._is_stopping = False
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listens; returns the port. Raises: Unavailable: the port cannot be had."""
@@ -75,6 +76,7 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
         """The streams of fronts end with their last reqs, or after `grace_s`."""
         if self._server is not None:
             await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+            self._is_stopping = True
             for stream in self._streams:
                 stream.close_when_idle()
             await self._server.stop(grace_s)
@@ -87,6 +89,8 @@ class GroupServer(group_pb2_grpc.GroupServiceServicer, admin_pb2_grpc.AdminServi
     ) -> None:
         stream = FrontStream(self._loop, group_id=self._group_id, on_change=self._on_change)
         self._streams.add(stream)
+        if self._is_stopping:  # the call came in before gRPC was told to take no more
+            stream.close_when_idle()
         try:
             async with aclosing(stream.responses(request_iterator)) as responses:
                 async for response in responses:

@@ -184,6 +184,7 @@ async def test_an_order_to_abort_names_one_req_of_its_own_stream() -> None:
         mine, theirs = stub.Run(), stub.Run()
         await theirs.write(starts("theirs"))
         await mine.write(starts("a", "b"))
+        await poll(lambda: loop.num_submitted == 3)
         await mine.write(group_pb2.RunRequest(aborts=[2, 77]))
         await poll(lambda: loop.aborted == ["b"])
         loop.step(said("b", reason=FinishReason.ABORT))
@@ -290,9 +291,11 @@ async def test_a_leader_that_stops_ends_streams_once_they_are_idle() -> None:
     loop = ScriptedLoop()
     async with serving(loop) as (server, stub):
         idle, busy = stub.Run(), stub.Run()
-        await idle.write(group_pb2.RunRequest())
+        await idle.write(starts("done"))
         await busy.write(starts("r"))
-        await poll(lambda: loop.num_submitted == 1)
+        await poll(lambda: loop.num_submitted == 2)
+        loop.step(said("done", reason=FinishReason.LENGTH))
+        assert len((await idle.read()).ends) == 1
         async with asyncio.timeout(10.0):
             stopping = asyncio.create_task(server.stop(60.0))
             assert await idle.read() is grpc.aio.EOF
