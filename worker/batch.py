@@ -119,7 +119,8 @@ class _Tree:
     mask: BoolArray  # [num_new * num_nodes], flat: which nodes each new node sees
 
 
-@lru_cache(maxsize=4096)
+# Small trees come again, large ones seldom do and take up to a megabyte each.
+@lru_cache(maxsize=256)
 def _tree(parents: tuple[int, ...], num_cached: int) -> _Tree | None:
     """None for a chain, which is causal."""
     num_nodes = len(parents)
