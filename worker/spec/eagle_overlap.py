@@ -22,7 +22,7 @@ from paceline.worker.parallel.collective import Collective
 from paceline.worker.runner import Runner
 from paceline.worker.spec.colocated_draft import ColocatedDraft
 from paceline.worker.spec.device_growth import agree, max_depth, settle_shape
-from paceline.worker.spec.future_rows import FutureRows, Rows
+from paceline.worker.spec.future_rows import FutureRows, Rows, upload_ints
 from paceline.worker.spec.limits import alloc_len_per_decode
 from paceline.worker.spec.overlap_round import OverlapRound, RoundShape
 from paceline.worker.spec.pending_overlap import PendingOverlap, Reported
@@ -61,7 +61,7 @@ class OverlapPath(SpeculationPath):
             graphs: repeat rounds; with a group of one rank only. None: each is launched anew.
             is_dense: as of `DeviceSampler`.
         """
-        assert graphs is None or collective.tp_size == 1, "ranks that agree launch what they say"
+        assert graphs is None or collective.tp_size == 1, "no recording of what ranks say"
         table, model = runner.req_to_token, config.model
         # What the one step in flight may have committed behind a plan's prefix_len.
         self._lag = alloc_len_per_decode(config.spec)
@@ -133,16 +133,16 @@ class OverlapPath(SpeculationPath):
             num_simulated = self._sampler.simulate_step(max_depth(trees))
         what = RoundShape(trees, _bound_of(longest), num_simulated)
         if self._graphs is None or kind is None:
-            return self._round.run(self._look_up(index), what)
+            return self._round.run(self._upload(index), what)
         index += (0,) * (padded_bs(len(index)) - len(index))
         return self._graphs.run(
             (len(index), what, kind),
-            self._look_up(index).ints,
+            self._upload(index).ints,
             lambda ints: self._round.run(Rows.of(ints, index), what),
         )
 
-    def _look_up(self, index: tuple[int, ...]) -> Rows:
-        """Uploads what is not what it was in the last step."""
+    def _upload(self, index: tuple[int, ...]) -> Rows:
+        """The rows of reqs, as they lie on the device already if they were uploaded last."""
         owned_lens = tuple(self._runner.req_to_token.owned_len(row) for row in index)
         if self._rows is None or self._rows_key != (index, owned_lens):
             self._rows = Rows.upload(index, owned_lens, self._device)
@@ -158,9 +158,9 @@ class OverlapPath(SpeculationPath):
         batch = self._runner.build(StepPlan(step_id, tuple(row for row, _ in known)))
         out = self._runner.forward(batch, self._draft.capture)
         ends = [(row, req) for row, req in known if row.num_logits]
+        rows = self._upload(tuple(row.req_pool_index for row, _ in ends))
         lens = tuple(row.prefix_len + len(row.input_ids) for row, _ in ends)
-        rows = Rows.upload(tuple(row.req_pool_index for row, _ in ends), lens, self._device)
-        seq_lens = rows.owned_lens
+        seq_lens = upload_ints(lens, self._device)
         mine = reported = None
         if self._sampler is not None and ends:
             assert out.logits is not None
