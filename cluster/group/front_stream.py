@@ -65,10 +65,11 @@ class FrontStream:
                 reader.result()
         finally:
             reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
             for req_id in self._req_ids.values():
                 self._loop.abort(req_id)
             self._on_change()
+            # Last: gRPC may cancel a second time, and an await in here would not come back.
+            await asyncio.gather(reader, return_exceptions=True)
 
     def close_when_idle(self) -> None:
         """Ends the stream once its last req has ended."""

@@ -52,7 +52,7 @@ class ScriptedLoop:
             return sink(event)
 
         state = ReqState(req, 0.0, 0.0)
-        self._inbox.submit(state, wrapped, num_running=0, max_num_running=9, num_waiting_tokens=0)
+        self._inbox.submit(state, wrapped, num_running=0, max_num_running=99, num_waiting_tokens=0)
         self.num_submitted += 1
 
     def abort(self, req_id: ReqId) -> bool:
@@ -196,6 +196,42 @@ async def test_an_order_to_abort_names_one_req_of_its_own_stream() -> None:
         await poll(lambda: loop.aborted == ["b", "a"])
         theirs.cancel()
         await poll(lambda: loop.aborted == ["b", "a", "theirs"])
+
+
+async def test_a_front_that_is_gone_has_all_its_reqs_aborted() -> None:
+    loop = ScriptedLoop()
+    async with serving(loop) as (_, stub):
+        calls = [stub.Run() for _ in range(40)]
+        for i, call in enumerate(calls):
+            await call.write(starts(f"{i}a", f"{i}b"))
+        await poll(lambda: loop.num_submitted == 80)
+        for i, call in enumerate(calls):
+            if i % 2:
+                loop.step(said(f"{i}a", 1))  # a write may be on its way
+            if i % 4 < 2:
+                call.cancel()
+            else:
+                await call.done_writing()
+        await poll(lambda: len(loop.aborted) == 80)
+        assert set(loop.aborted) == {f"{i}{which}" for i in range(40) for which in "ab"}
+
+
+async def test_a_stream_that_is_cancelled_twice_still_aborts_its_reqs() -> None:
+    """gRPC does, when a front ends its side and goes away at once."""
+    loop = ScriptedLoop()
+
+    async def orders() -> AsyncIterator[group_pb2.RunRequest]:
+        yield starts("r")
+        await asyncio.Event().wait()
+
+    stream = FrontStream(cast("StepLoop", loop), group_id="target-0", on_change=lambda: None)
+    serving = asyncio.create_task(anext(stream.responses(orders())))
+    await poll(lambda: loop.num_submitted == 1)
+    serving.cancel()
+    await asyncio.sleep(0)
+    serving.cancel()
+    await asyncio.wait((serving,))
+    assert loop.aborted == ["r"]
 
 
 async def test_an_id_that_begins_anew_is_not_ended_by_its_last_run() -> None:
