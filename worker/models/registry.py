@@ -5,7 +5,7 @@ Reads config.json and generation_config.json only; weights.py reads the tensors.
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,7 @@ def parse_model_config(
         head_dim=read_count(path, config, "head_dim", hidden_size // num_heads),
         max_model_len=_max_model_len(path, config, max_model_len),
         num_positions=_num_positions(path, config),
-        rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+        rms_norm_eps=_read_number(path, config, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -156,6 +156,8 @@ def _unsupported(architecture: str) -> str:
 
 def _architecture(path: Path, config: Json) -> str:
     named = config.get("architectures") or []
+    if not isinstance(named, list):
+        named = [named]
     for name in named:
         if name in _MODELS:
             return str(name)
@@ -191,6 +193,23 @@ def read_count(path: Path, config: Json, key: str, default: int | None = None) -
     return value
 
 
+def _read_number(path: Path, config: Json, key: str, default: float) -> float:
+    """A number above 0; the default where there is none."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"'{path / 'config.json'}': {key} is {value!r}, must be above 0")
+    return float(value)
+
+
+def _read_object(path: Path, config: Json, key: str) -> Json:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"'{path / 'config.json'}': {key} is {value!r}, must be an object")
+    return value
+
+
 def _num_positions(path: Path, config: Json) -> int:
     return read_count(path, config, "max_position_embeddings", 2048)
 
@@ -207,9 +226,10 @@ def _max_model_len(path: Path, config: Json, wanted: int) -> int:
 
 def _rope(path: Path, config: Json) -> tuple[float, tuple[tuple[str, float | str], ...]]:
     """(theta, scaling), spelled `rope_parameters` or `rope_theta` and `rope_scaling`."""
-    newer: Mapping[str, Any] = config.get("rope_parameters") or {}
-    scaling: Mapping[str, Any] = config.get("rope_scaling") or newer
-    theta = float(newer.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    newer = _read_object(path, config, "rope_parameters")
+    scaling = _read_object(path, config, "rope_scaling") or newer
+    older_theta = _read_number(path, config, "rope_theta", 10000.0)
+    theta = _read_number(path, newer, "rope_theta", older_theta)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in _ROPE_SCALING:
         raise ConfigError(
