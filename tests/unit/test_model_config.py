@@ -111,6 +111,7 @@ def test_a_config_that_is_no_json_object_is_refused(model: Path, text: str) -> N
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'; supported are: default"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' has factor None"),
         ({"architectures": 7}, "'7' is not supported"),
+        ({"architectures": {"first": 1}}, "'first': 1.* is not supported"),
         ({"rope_theta": "big"}, "rope_theta is 'big', must be above 0"),
         ({"rope_theta": -1}, "rope_theta is -1, must be above 0"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', must be an object"),

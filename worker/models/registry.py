@@ -156,19 +156,18 @@ def _unsupported(architecture: str) -> str:
 
 def _architecture(path: Path, config: Json) -> str:
     named = config.get("architectures") or []
-    if not isinstance(named, list):
-        named = [named]
+    named = [str(name) for name in (named if isinstance(named, list) else [named])]
     for name in named:
         if name in _MODELS:
-            return str(name)
-    if named and "eagle" in str(named[0]).lower():
+            return name
+    if named and "eagle" in named[0].lower():
         raise ConfigError(
             f"'{path}' is a draft head ({named[0]}), which guesses for a model but is none; give "
             "the model it was trained for"
         )
-    if named and not any("CausalLM" in str(name) for name in named):
-        raise ConfigError(f"'{path}' is not a causal language model: {_unsupported(str(named[0]))}")
-    raise ConfigError(f"'{path}': {_unsupported(str(named[0]) if named else 'none given')}")
+    if named and not any("CausalLM" in name for name in named):
+        raise ConfigError(f"'{path}' is not a causal language model: {_unsupported(named[0])}")
+    raise ConfigError(f"'{path}': {_unsupported(named[0] if named else 'none given')}")
 
 
 def refuse_unsupported(path: Path, config: Json) -> None:
