@@ -26,9 +26,9 @@ WITHOUT_MODEL = ("none", "ngram")  # methods, which --draft takes for a model as
 HEADS = ("eagle", "eagle3")
 
 # (num_steps, topk, num_draft_tokens) of who gave none of them. On a GPU to verify a few tokens more
-# costs next to nothing. On a CPU every forward of the head counts: with the head of a 135M model and
-# one request, 3 steps of 2 branches made 1.82 times the tokens of plain decoding (code 2.06), chains
-# of 4 1.78 (1.96) and 5 steps of 4 branches 1.82 (1.97).
+# costs next to nothing. On a CPU every forward of the head counts: with the head of a 135M model
+# and one request, 3 steps of 2 branches made 1.82 times the tokens of plain decoding (code 2.06),
+# chains of 4 1.78 (1.96) and 5 steps of 4 branches 1.82 (1.97).
 _CHAIN = (4, 1, 5)
 _ON_CPU = {"eagle": (3, 2, 5), "eagle3": (3, 2, 5)}
 _ON_GPU = {"eagle": (5, 4, 8), "eagle3": (5, 4, 8), "standalone": (3, 1, 4)}
@@ -55,6 +55,7 @@ class DraftSection(Section):
     adaptive: bool = True  # shallower trees, or none, where they do not pay
     overlap: Literal["auto", "on", "off"] = "auto"  # of steps; auto: on a GPU
     token_map: str = ""  # file of the ids that an EAGLE-1 or -2 head may guess
+    ngram_corpus: str = ""  # file of texts that n-gram guesses may come from
     rule: Literal["coupled", "rejection"] = "coupled"  # how drafts are accepted
     threshold_single: float = 1.0  # rejection: below 1 accepts what the target would not
     threshold_acc: float = 1.0
@@ -95,6 +96,12 @@ class DraftSection(Section):
             )
         if self.is_colocated:
             self._check_colocated()
+        if self.ngram_corpus and not self._may_use_ngram:
+            raise ValueError(
+                f"ngram_corpus is '{self.ngram_corpus}', but no n-gram drafter guesses: method is "
+                f"'{self.method}', fallback '{self.fallback}'; use method 'ngram', or fallback "
+                "'ngram' with a draft in groups of its own"
+            )
         try:
             for device in ("cpu", "cuda"):
                 check_spec_config(as_chain(self._spec_config(device)))
@@ -117,6 +124,15 @@ class DraftSection(Section):
                 f"fallback is '{self.fallback}', but a colocated draft is there whenever its "
                 "target is; leave it out"
             )
+
+    @property
+    def _may_use_ngram(self) -> bool:
+        """Whether the n-gram drafter guesses, or may once the method is known."""
+        if self.method == "auto" and not self.model:
+            return True  # as the target's catalog says
+        return self.method == "ngram" or (
+            self.fallback == "ngram" and self.method in ("auto", "standalone")
+        )
 
     @property
     def is_decoupled(self) -> bool:
@@ -150,6 +166,8 @@ class DraftSection(Section):
             placement="decoupled" if self.is_decoupled else "colocated",
             overlap=self.overlap,
             token_map=self.token_map,
+            # With the method it is known whether a fallback can read one.
+            ngram_corpus="" if self.method == "auto" else self.ngram_corpus,
             rule=self.rule,
             threshold_single=self.threshold_single,
             threshold_acc=self.threshold_acc,

@@ -14,6 +14,7 @@ _FLAGS = {
     "draft.adaptive": "--speculative-adaptive",
     "draft.overlap": "--spec-overlap",
     "draft.token_map": "--token-map",
+    "draft.ngram_corpus": "--ngram-corpus",
     "draft.rule": "--spec-rule",
     "draft.threshold_single": "--spec-threshold-single",
     "draft.threshold_acc": "--spec-threshold-acc",

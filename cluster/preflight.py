@@ -13,6 +13,7 @@ from paceline.cluster.draft_config import HEADS, DraftSection, change_draft
 from paceline.cluster.models import BUILT_IN, get_model
 from paceline.cluster.models.draft_kind import is_head
 from paceline.worker.errors import ConfigError, NotFound
+from paceline.worker.spec.corpus_file import read_corpus
 
 if TYPE_CHECKING:
     from paceline.worker.config import ModelConfig
@@ -52,6 +53,10 @@ def _resolve_draft(
     if section.method == "auto" and not section.model:
         built_in = BUILT_IN.get(config.model)
         section = change_draft(section, model=built_in.default_draft if built_in else "none")
+    if section.ngram_corpus:
+        corpus = Path(section.ngram_corpus).expanduser().absolute()
+        read_corpus(corpus, target.vocab_size)
+        section = change_draft(section, ngram_corpus=str(corpus))
     if not section.model:
         return section
     named = section.model

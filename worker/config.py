@@ -68,6 +68,7 @@ class SpecConfig:
     placement: Literal["colocated", "decoupled"] = "decoupled"
     overlap: Overlap = "auto"  # steps launched before the last one is read; auto: on a GPU
     token_map: str = ""  # file of the target ids that an EAGLE-1 or -2 head may guess
+    ngram_corpus: str = ""  # file of texts that n-gram guesses may come from
     rule: VerifyRule = "coupled"
     threshold_single: float = 1.0  # rejection: a draft of this probability is always accepted
     threshold_acc: float = 1.0  # rejection: siblings' probabilities are divided by it

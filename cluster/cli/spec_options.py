@@ -59,6 +59,10 @@ TokenMap = Annotated[
         help="File of the ids that an EAGLE-1 or -2 head may guess.",
     ),
 ]
+NgramCorpus = Annotated[
+    str | None,
+    option("--ngram-corpus", help="Text or .jsonl file that n-gram guesses may come from."),
+]
 Rule = Annotated[
     str | None, option("--spec-rule", help="How guesses are accepted: coupled or rejection.")
 ]

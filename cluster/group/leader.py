@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.cluster.group.step_loop import StepLoop
     from paceline.worker.config import ModelConfig, WorkerConfig
     from paceline.worker.spec.drafter import Drafter
+    from paceline.worker.spec.ngram_corpus import Corpus
     from paceline.worker.target.executor import Executor
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class GroupLeader:
         self._config: WorkerConfig | None = None
         self._executor: Executor | None = None
         self._loop: StepLoop | None = None
+        self._corpus: Corpus | None = None
         self._stepping: Future[None] | None = None
         self._vocab_hash = b""
         self._epoch = 0
@@ -144,6 +146,7 @@ class GroupLeader:
     # ---- building, on the device thread
 
     def _build(self, rendezvous: str) -> "Drafter | None":
+        from paceline.cluster.group.corpus import load_corpus
         from paceline.worker.spec.vocab import vocab_hash
         from paceline.worker.target.build import build_executor
 
@@ -153,6 +156,8 @@ class GroupLeader:
         self._config, self._executor = config, executor
         if config.spec.method == "standalone":
             self._vocab_hash = vocab_hash(config.model.path)
+        # Last: ranks that are built wait without a limit, unlike those that meet.
+        self._corpus = load_corpus(config.spec, config.model, start.tell)
         return self._first_drafter()
 
     def _first_drafter(self) -> "Drafter | None":
@@ -161,7 +166,7 @@ class GroupLeader:
         if spec.method == "ngram":
             from paceline.worker.spec.ngram import NgramDrafter
 
-            return NgramDrafter(spec)
+            return NgramDrafter(spec, corpus=self._corpus)
         return self._fallback()
 
     def _link_drafter(self, address: str, epoch: int) -> "Drafter":
@@ -188,7 +193,7 @@ class GroupLeader:
             return None
         from paceline.worker.spec.ngram import NgramDrafter
 
-        return NgramDrafter(self._settings.spec)
+        return NgramDrafter(self._settings.spec, corpus=self._corpus)
 
     def _make_loop(
         self, config: "WorkerConfig", executor: "Executor", drafter: "Drafter | None"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.cluster.config import ClusterConfig
+from paceline.cluster.group.corpus import load_corpus
 from paceline.cluster.group.settings import ModelRef, find_model
 from paceline.cluster.lossless.distribution import (
     DistributionCheck,
@@ -296,7 +297,7 @@ def _drafter(config: ClusterConfig, worker: WorkerConfig) -> "Drafter | None":
     if spec.method == "ngram":
         from paceline.worker.spec.ngram import NgramDrafter
 
-        return NgramDrafter(spec)
+        return NgramDrafter(spec, corpus=load_corpus(spec, worker.model))
     from paceline.worker.draft.proposer import build_proposer
     from paceline.worker.link.local_link import LocalLink
     from paceline.worker.spec.link_drafter import LinkDrafter

@@ -3,6 +3,7 @@ group at all; and a full queue refuses at once."""
 
 import asyncio
 import functools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,37 @@ async def test_draft_without_a_group_of_its_own_changes_no_token(
         answers = await ask_all(deployment)
     assert [list(answer.output_ids) for answer in answers] == expected
     assert any(answer.receipt.proposed_tokens for answer in answers)
+
+
+@pytest.mark.parametrize("method", ["ngram", "standalone"])
+async def test_a_corpus_is_followed_from_the_first_request_on_and_changes_no_token(
+    ray_cluster: None,
+    tiny_model: Path,
+    tiny_draft: Path,
+    expected: list[list[int]],
+    tmp_path: Path,
+    method: str,
+) -> None:
+    settings: dict[str, Any] = {"draft__method": method}
+    if method == "standalone":  # which is always late, and seldom right
+        settings |= {"draft__model": str(tiny_draft), "draft__timeout_s": 1e-6}
+        settings |= {"draft__fallback": "ngram"}
+    corpus = tmp_path / "corpus.jsonl"
+    texts = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
+    corpus.write_text("\n".join(json.dumps({"input_ids": text}) for text in texts))
+    with deployed(
+        tiny_model,
+        f"corpus-{method}",
+        cache__num_pages=200,
+        draft__num_steps=4,
+        draft__ngram_corpus=str(corpus),
+        **settings,
+    ) as deployment:
+        answers = await ask_all(deployment)
+    assert [list(answer.output_ids) for answer in answers] == expected
+    assert sum(answer.receipt.accepted_tokens for answer in answers) > len(PROMPTS) * NUM_TOKENS / 2
+    if method == "ngram":
+        assert all(answer.receipt.num_steps <= 2 + (NUM_TOKENS - 1) // 5 for answer in answers)
 
 
 async def test_full_queue_refuses_at_once_and_says_when_to_come_back(

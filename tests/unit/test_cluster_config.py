@@ -110,6 +110,23 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
             "an EAGLE-3 head brings its own",
         ),
         (
+            {"model": "m", "draft": {"method": "none", "ngram_corpus": "c.txt"}},
+            "[draft] ngram_corpus is 'c.txt', but no n-gram drafter guesses: method is 'none', "
+            "fallback 'none'; use method 'ngram', or fallback 'ngram'",
+        ),
+        (
+            {"model": "m", "draft": {"method": "none", "fallback": "ngram", "ngram_corpus": "c"}},
+            "[draft] ngram_corpus is 'c', but no n-gram drafter guesses",
+        ),
+        (
+            {"model": "m", "draft": {"method": "standalone", "model": "d", "ngram_corpus": "c"}},
+            "[draft] ngram_corpus is 'c', but no n-gram drafter guesses",
+        ),
+        (
+            {"model": "m", "draft": {"model": "d", "ngram_corpus": "c"}},
+            "[draft] ngram_corpus is 'c', but no n-gram drafter guesses",
+        ),
+        (
             {
                 "model": "m",
                 "draft": {"method": "ngram", "num_steps": 2, "topk": 2, "num_draft_tokens": 9},

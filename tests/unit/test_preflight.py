@@ -273,6 +273,61 @@ def test_a_draft_that_does_not_fit_is_refused_with_the_reason(
     assert words in message
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file"),
+        ("", "is empty"),
+        ('{"input_ids": [99999]}', "leads to token 99999, but the target has tokens 0 to"),
+        ('{"texts": ["a"]}', "has neither"),
+    ],
+)
+def test_a_corpus_that_cannot_be_used_is_refused(
+    content: str | None, words: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.jsonl"
+    if content is not None:
+        file.write_text(content)
+    message = refusal(model=str(tiny_model), draft__method="ngram", draft__ngram_corpus=str(file))
+    assert words in message
+    assert str(file) in message
+
+
+def test_a_corpus_for_which_there_is_no_drafter_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.txt"
+    file.write_text("a")
+    message = refusal(model=str(tiny_model), draft__ngram_corpus=str(file))
+    assert "no n-gram drafter guesses: method is 'none'" in message
+    head = make_eagle3_head(tmp_path / "head").path
+    message = refusal(
+        model=str(tiny_model),
+        draft__model=str(head),
+        draft__fallback="ngram",
+        draft__ngram_corpus=str(file),
+    )
+    assert "fallback is 'ngram'" in message
+
+
+@pytest.mark.parametrize("draft", ["ngram", "standalone with a fallback"])
+def test_the_path_of_a_corpus_is_made_absolute(
+    draft: str,
+    tiny_model: Path,
+    tiny_draft: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "c.txt").write_text("to be or not to be")
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, Any] = {"draft__model": "ngram"}
+    if draft != "ngram":
+        settings = {"draft__model": str(tiny_draft), "draft__fallback": "ngram"}
+    config = resolved(model=str(tiny_model), draft__ngram_corpus="c.txt", **settings)
+    assert config.draft.spec_config().ngram_corpus == str(tmp_path / "c.txt")
+    assert resolve_models(config, lambda process, stage, fraction: None) == config
+
+
 def test_more_ranks_than_a_head_has_query_heads_are_refused(
     tiny_model: Path, tmp_path: Path
 ) -> None:

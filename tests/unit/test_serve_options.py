@@ -82,6 +82,13 @@ def served(*flags: str, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
         ("--spec-overlap off", "draft.overlap", "off"),
         ("--draft h --token-map m.json", "draft.token_map", "m.json"),
         ("--draft h --speculative-token-map m.json", "draft.token_map", "m.json"),
+        ("--draft ngram --ngram-corpus c.txt", "draft.ngram_corpus", "c.txt"),
+        ("--ngram-corpus c.txt", "draft.ngram_corpus", "c.txt"),
+        (
+            "--draft h --draft-fallback ngram --ngram-corpus c.txt",
+            "draft.ngram_corpus",
+            "c.txt",
+        ),
         ("--draft h --spec-rule rejection", "draft.rule", "rejection"),
         (
             "--draft h --spec-rule rejection --spec-threshold-single 0.5",

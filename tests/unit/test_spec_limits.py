@@ -79,6 +79,12 @@ def test_a_setting_out_of_bounds_is_named_with_its_limit(
         (HEAD, {"token_map": "map.json"}, "an EAGLE-3 head brings its own"),
         (STANDALONE, {"token_map": "map.json"}, "only EAGLE-1 and -2 heads take one"),
         (TREE, {"overlap": "on"}, "method 'ngram' makes its drafts on the host"),
+        (
+            HEAD,
+            {"ngram_corpus": "c"},
+            "method 'eagle3' makes no n-gram guesses; use method 'ngram'",
+        ),
+        (COLOCATED, {"ngram_corpus": "c"}, "method 'standalone' makes no n-gram guesses"),
         (STANDALONE, {"overlap": "on"}, "method 'standalone' makes its drafts on the host"),
     ],
 )
@@ -98,6 +104,8 @@ def test_options_that_contradict_each_other_are_refused_with_a_way_out(
         replace(HEAD, simulated_accept_length=4.0, simulated_method="multinomial"),
         replace(HEAD, method="eagle", token_map="map.json"),
         replace(HEAD, overlap="on"),
+        replace(TREE, ngram_corpus="c.txt"),
+        replace(STANDALONE, ngram_corpus="c.txt"),
         replace(COLOCATED, overlap="on"),
     ],
 )

@@ -100,6 +100,11 @@ def _check_draft(spec: SpecConfig) -> None:
             f"token_map is '{spec.token_map}', but method is '{spec.method}'; only EAGLE-1 and -2 "
             "heads take one, an EAGLE-3 head brings its own"
         )
+    if spec.ngram_corpus and (spec.is_colocated or spec.method not in ("ngram", "standalone")):
+        raise ConfigError(
+            f"ngram_corpus is '{spec.ngram_corpus}', but method '{spec.method}' makes no n-gram "
+            "guesses; use method 'ngram', or a decoupled draft with fallback 'ngram'"
+        )
     if spec.overlap == "on" and not spec.is_colocated:
         raise ConfigError(
             f"overlap is 'on', but method '{spec.method}' makes its drafts on the host; use a "

@@ -2,8 +2,9 @@
 
 The texts of all reqs, running and lately ended, are kept up to a number of tokens, and an index
 finds the places where the last few tokens of a text occurred. The places vote for what comes
-next, those with a longer common past with more weight. Pure host values; the leader alone drafts,
-so ranks need not agree.
+next, those with a longer common past with more weight. A corpus, where there is one, votes as well,
+together as much as one place of its common past. Pure host values; the leader alone drafts, so
+ranks need not agree.
 """
 
 import heapq
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from paceline.worker.config import SpecConfig
 from paceline.worker.spec.drafter import DraftContext, Drafter
+from paceline.worker.spec.ngram_corpus import Corpus
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import ReqId
 
@@ -31,6 +33,7 @@ class NgramLimits:
     max_places: int = 8  # latest places kept per key
     max_tokens: int = 131_072  # of kept text
     max_indexed_per_call: int = 2_048  # of one req, so that a long prompt stalls no step
+    min_corpus_past: int = 3  # with a corpus: a large one has any two tokens, which says little
 
 
 class NgramDrafter(Drafter):
@@ -40,9 +43,13 @@ class NgramDrafter(Drafter):
     than padded.
     """
 
-    def __init__(self, spec: SpecConfig, limits: NgramLimits = NgramLimits()) -> None:
+    def __init__(
+        self, spec: SpecConfig, limits: NgramLimits = NgramLimits(), corpus: Corpus | None = None
+    ) -> None:
+        """`corpus` is only read, never evicted and not counted in the limits."""
         self._spec = spec
         self._limits = limits
+        self._corpus = corpus
         self._open: dict[ReqId, _Text] = {}
         self._ended: OrderedDict[int, _Text] = OrderedDict()  # the least recently used first
         self._places: dict[tuple[int, ...], list[_Place]] = {}
@@ -51,7 +58,7 @@ class NgramDrafter(Drafter):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of indexed text, never more than the limit."""
+        """Tokens of indexed text without the corpus, never more than the limit."""
         return self._num_tokens
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree | None]:
@@ -63,6 +70,7 @@ class NgramDrafter(Drafter):
         if num_nodes < 2:
             return None
         votes = self._find(text)
+        votes += self._find_in_corpus(text, votes)
         return (
             _grow(votes, text, num_nodes, self._spec.num_steps, self._spec.topk) if votes else None
         )
@@ -79,6 +87,7 @@ class NgramDrafter(Drafter):
         self._ended.clear()
         self._places.clear()
         self._num_tokens = 0
+        self._corpus = None
 
     # ---- texts and their index
 
@@ -156,6 +165,24 @@ class NgramDrafter(Drafter):
                     self._ended.move_to_end(place.text.serial)
             return votes
         return []
+
+    def _find_in_corpus(self, text: "_Text", votes: list["_Vote"]) -> list["_Vote"]:
+        """The corpus's places of the longest common past.
+
+        Together they weigh as much as one place of a text, so that of equal pasts that of a req is
+        followed, however often the corpus goes on in another way.
+        """
+        max_window = self._limits.max_window
+        if self._corpus is None or any(vote.weight >= _weight(max_window, 0) for vote in votes):
+            return []  # no common past counts more than that of the votes
+        found = self._corpus.find(
+            text.token_ids,
+            min_len=self._limits.min_corpus_past,
+            max_places=self._limits.max_places,
+            max_next=self._spec.num_steps,
+        )
+        weight = _weight(min(found.past_len, max_window), 0) / max(len(found.next_ids), 1)
+        return [_Vote(_Place(_Text(-1, next_ids), 0), weight) for next_ids in found.next_ids]
 
 
 @dataclass(slots=True, eq=False)
