@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import platform
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -61,15 +62,13 @@ def load_library() -> ctypes.CDLL:
 def _compile(compiler: list[str], path: Path) -> None:
     # Ranks may build at once, on nodes that share the folder too: each writes a file of its own,
     # and the last rename wins.
-    handle, name = tempfile.mkstemp(".part", f"{path.stem}-", path.parent)
-    os.close(handle)
-    part = Path(name)
+    part = path.with_suffix(f".{secrets.token_hex(8)}.part")
     try:
         done = subprocess.run(
             [*compiler, *_FLAGS, str(_SOURCE), "-o", str(part)],
             capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False,
         )  # fmt: skip
-        if done.returncode != 0 or part.stat().st_size == 0:
+        if done.returncode != 0 or not part.exists():
             raise NativeBuildError(f"{compiler[0]} failed: {done.stderr.strip()[-2000:]}")
         part.replace(path)
         log.info("built native kernels path=%s", path)
