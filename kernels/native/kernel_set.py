@@ -16,6 +16,7 @@ class NativeKernels(ReferenceKernels):
     rms_norm = staticmethod(ops.rms_norm)
     add_rms_norm = staticmethod(ops.add_rms_norm)
     apply_rotary = staticmethod(ops.apply_rotary)
+    silu_and_mul = staticmethod(ops.silu_and_mul)
     store_kv = staticmethod(ops.store_kv)
     plan_attention = staticmethod(ops.plan_attention)
     decode_attention = staticmethod(ops.decode_attention)

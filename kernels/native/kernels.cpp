@@ -47,7 +47,7 @@ inline float round_to(float x) {
 }
 
 // Cells, and multiplications of attention, that a second thread is worth waking for.
-constexpr int64_t kMinParallelCells = 1 << 17;
+constexpr int64_t kMinParallelCells = 1 << 16;
 constexpr int64_t kMinParallelWork = 200000;
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
@@ -191,6 +191,27 @@ void rotate(T* x, int64_t stride, const float* cos_sin, const int64_t* positions
   }
 }
 
+inline Lanes silu(Lanes x) {
+  // exp of -|x| never overflows: each sign of x has a quotient of its own.
+  const Lanes e = exp_of(x < 0.0f ? x : -x);
+  return x * ((x < 0.0f ? e : Lanes{} + 1.0f) / (e + 1.0f));
+}
+
+template <typename T>
+void silu_and_mul(const T* gate_up, T* out, int64_t rows, int size) {
+#pragma omp parallel for if (rows * size >= kMinParallelCells)
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* gate = gate_up + row * 2 * size;
+    const T* up = gate + size;
+    T* y = out + row * size;
+    int i = 0;
+    for (; i + kLanes <= size; i += kLanes)
+      store_lanes(y + i, round_to<T>(silu(load_lanes(gate + i))) * load_lanes(up + i));
+    for (; i < size; ++i)
+      store(y + i, round_to<T>(silu(Lanes{} + load(gate + i)))[0] * load(up + i));
+  }
+}
+
 struct Attention {
   const int32_t* kv_indptr;
   const int32_t* kv_indices;
@@ -309,6 +330,9 @@ void attend_rows(const Attention& a, int rows, const T* q, const T* k_cache, con
     rotate(k, k_stride, cos_sin, positions, tokens, num_kv_heads, head_dim);                       \
   }                                                                                                \
   /* How many were stored: fewer than `tokens` where the next slot is not one of `num_slots`. */    \
+  EXPORT void silu_and_mul_##suffix(const T* gate_up, T* out, int64_t rows, int size) {            \
+    silu_and_mul(gate_up, out, rows, size);                                                        \
+  }                                                                                                \
   EXPORT int64_t store_kv_##suffix(const T* k, int64_t k_stride, const T* v, int64_t v_stride,     \
                                    T* k_cache, T* v_cache, const int64_t* slots, int64_t tokens,   \
                                    int size, int64_t num_slots) {                                  \

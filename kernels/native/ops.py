@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.kernels.api import AttentionPlan
 from paceline.kernels.checks import check_attention, check_kv
 from paceline.kernels.native.build import load_library
-from paceline.kernels.reference import attend, norm, rope
+from paceline.kernels.reference import act, attend, norm, rope
 from paceline.kernels.reference.decode_attention import decode_attention as reference_decode
 from paceline.kernels.reference.store_kv import store_kv as reference_store
 
@@ -25,6 +25,7 @@ _P, _L, _I = c_void_p, c_int64, c_int
 _SIGNATURES: dict[str, list[Any]] = {  # of ctypes types
     "add_rms_norm": [_P, _P, _P, _P, _L, _I, c_float],
     "apply_rotary": [_P, _L, _P, _L, _P, _P, _L, _I, _I, _I],
+    "silu_and_mul": [_P, _P, _L, _I],
     "store_kv": [_P, _L, _P, _L, _P, _P, _P, _L, _I, _L],
     "decode_attention": [_P, _L, _P, _P, _P, _P, _P, _I, _I, _I, _I, c_float],
 }
@@ -33,6 +34,7 @@ _NOTHING = attend.RowPlan((), is_whole=False)
 _Functions = dict[torch.dtype, Any]  # of ctypes
 _norms: _Functions = {}
 _rotaries: _Functions = {}
+_activations: _Functions = {}
 _stores: _Functions = {}
 _decodes: _Functions = {}
 
@@ -40,7 +42,7 @@ _decodes: _Functions = {}
 def bind() -> None:
     """Builds or finds the compiled functions. Raises: NativeBuildError."""
     library = load_library()
-    tables = (_norms, _rotaries, _stores, _decodes)
+    tables = (_norms, _rotaries, _activations, _stores, _decodes)
     for (op, signature), table in zip(_SIGNATURES.items(), tables, strict=True):
         for dtype, suffix in _SUFFIXES.items():
             function = getattr(library, f"{op}_{suffix}")
@@ -90,6 +92,16 @@ def apply_rotary(
         q.shape[0], q.shape[1], k.shape[1], q.shape[2],
     )  # fmt: skip
     return q, k
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    run = _activations.get(gate_up.dtype)
+    if run is None or not gate_up.is_contiguous():
+        return act.silu_and_mul(gate_up)
+    size = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
+    run(gate_up.data_ptr(), out.data_ptr(), gate_up.numel() // max(2 * size, 1), size)
+    return out
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
