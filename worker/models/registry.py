@@ -155,8 +155,8 @@ def _unsupported(architecture: str) -> str:
 
 
 def _architecture(path: Path, config: Json) -> str:
-    named = config.get("architectures") or []
-    named = [str(name) for name in (named if isinstance(named, list) else [named])]
+    given = config.get("architectures") or []
+    named = [str(name) for name in (given if isinstance(given, list) else [given])]
     for name in named:
         if name in _MODELS:
             return name
