@@ -103,7 +103,11 @@ class PacelineClient:
         call = self.stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async for response in call:
-                yield _piece(response)
+                if response.HasField("complete"):
+                    yield Piece(response.request_id, "", (), response.complete)
+                else:
+                    chunk = response.chunk
+                    yield Piece(response.request_id, chunk.text, tuple(chunk.token_ids))
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         finally:
@@ -153,13 +157,6 @@ class PacelineClient:
             return await method(request, timeout=10.0, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
-
-
-def _piece(response: generation_pb2.GenerateResponse) -> Piece:
-    if response.HasField("complete"):
-        return Piece(response.request_id, "", (), response.complete)
-    chunk = response.chunk
-    return Piece(response.request_id, chunk.text, tuple(chunk.token_ids))
 
 
 def _sampling_params(sampling: Mapping[str, Any]) -> common_pb2.SamplingParams:  # Any: as above

@@ -36,6 +36,7 @@ class Answer:
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
+        self._has_no_stops = stops.is_empty
         self._min_tokens = min_tokens
         self._pieces: list[str] = []
         self.output_ids: list[int] = []
@@ -51,6 +52,9 @@ class Answer:
 
     def push(self, token_ids: list[int]) -> Chunk:
         """Stops at the token that completes a stop string; those behind it are dropped."""
+        if self._has_no_stops:
+            self.output_ids += token_ids
+            return self._chunk(tuple(token_ids), [*map(self._detokenizer.push, token_ids)])
         pieces = []
         num_used = 0
         for token_id in token_ids:

@@ -25,21 +25,29 @@ class ByteDetokenizer:
     ends. Exact, and of constant cost per token."""
 
     def __init__(
-        self, tokenizer: Tokenizer, table: dict[int, bytes], skip_ids: frozenset[int]
+        self, tokenizer: Tokenizer, table: dict[int, str | bytes], skip_ids: frozenset[int]
     ) -> None:
-        """`table` caches the bytes of ids; it may be shared by all detokenizers of a tokenizer."""
+        """`table` caches what ids stand for, whole characters as text and the rest as bytes; it
+        may be shared by all detokenizers of a tokenizer."""
         self._tokenizer = tokenizer
         self._table = table
         self._skip_ids = skip_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_inside = False  # a character has begun and not ended
 
     def push(self, token_id: int) -> str:
         if token_id in self._skip_ids:
             return ""
-        data = self._table.get(token_id)
-        if data is None:
-            data = self._table[token_id] = token_bytes(self._tokenizer, token_id)
-        return self._utf8.decode(data)
+        piece = self._table.get(token_id)
+        if piece is None:
+            piece = self._table[token_id] = _text_if_whole(token_bytes(self._tokenizer, token_id))
+        if isinstance(piece, str):
+            if not self._is_inside:
+                return piece
+            piece = piece.encode()
+        text = self._utf8.decode(piece)
+        self._is_inside = bool(self._utf8.getstate()[0])
+        return text
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -96,6 +104,13 @@ class WindowDetokenizer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
+
+
+def _text_if_whole(data: bytes) -> str | bytes:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

@@ -71,13 +71,16 @@ class GenerationServicer(GenerationServiceServicer):
         num_tokens_sent = 0
         try:
             req_id = resolve_request_id(request.request_id)
+            # One for all chunks: a write serializes it at once.
+            part = generation_pb2.GenerateResponse(request_id=req_id)
             asked = _generation_input(request, req_id, _time_left_s(context))
             async with aclosing(self._core.generate(asked)) as events:
                 async for event in events:
                     if isinstance(event, Complete):
                         await context.write(_complete_response(req_id, event))
                     elif request.stream:
-                        await context.write(_chunk_response(req_id, event))
+                        _set_chunk(part.chunk, event)
+                        await context.write(part)
                         num_tokens_sent += len(event.token_ids)
         except PacelineError as error:
             await abort(context, error, req_id=req_id, num_tokens_sent=num_tokens_sent)
@@ -292,11 +295,9 @@ def _sampling_input(params: common_pb2.SamplingParams) -> SamplingInput:
     )
 
 
-def _chunk_response(req_id: str, chunk: Chunk) -> generation_pb2.GenerateResponse:
-    response = generation_pb2.GenerateResponse(request_id=req_id)
-    response.chunk.token_ids.extend(chunk.token_ids)
-    response.chunk.text = chunk.text
-    return response
+def _set_chunk(message: generation_pb2.GenerateChunk, chunk: Chunk) -> None:
+    message.token_ids[:] = chunk.token_ids
+    message.text = chunk.text
 
 
 def _complete_response(req_id: str, complete: Complete) -> generation_pb2.GenerateResponse:

@@ -17,6 +17,7 @@ PREFIX = "paceline"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+_MAX_GAPS = 256
 
 
 class DraftMetrics(Collector):
@@ -107,7 +108,8 @@ class FrontMetrics:
             "time_to_first_token_seconds",
             "From receipt of a request to its first token",
         )
-        self.inter_token_latency = histogram(
+        self._gaps_s: list[float] = []
+        self._inter_token_latency = histogram(
             "inter_token_latency_seconds", "Between the steps of a stream", _TOKEN_SECONDS
         )
         self._time_per_token = histogram(
@@ -117,6 +119,17 @@ class FrontMetrics:
         self._queue_time = histogram("request_queue_time_seconds", "In the controller's queue")
         self._prefill_time = histogram("request_prefill_time_seconds", "From a group to a token")
         self._decode_time = histogram("request_decode_time_seconds", "From first to last token")
+
+    def note_gap(self, gap_s: float) -> None:
+        """Seconds between two steps of a stream: so many that they are observed in bulk."""
+        self._gaps_s.append(gap_s)
+        if len(self._gaps_s) == _MAX_GAPS:
+            self._observe_gaps()
+
+    def _observe_gaps(self) -> None:
+        for gap_s in self._gaps_s:
+            self._inter_token_latency.observe(gap_s)
+        self._gaps_s.clear()
 
     def reject(self, reason: str) -> None:
         self._rejections.labels(self._model_name, reason).inc()
@@ -149,6 +162,7 @@ class FrontMetrics:
 
     def render(self, status: controller_pb2.GetStatusResponse | None) -> bytes:
         """The scrape's text; `status` brings the groups' load where the controller answers."""
+        self._observe_gaps()
         self._kv_usage.clear()
         self._drafts.drafts.clear()
         if status is not None:

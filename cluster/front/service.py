@@ -330,7 +330,7 @@ class GenerationCore:
             live.first_token_s = now_s
             self.metrics.time_to_first_token.observe(now_s - live.received_s)
         else:
-            self.metrics.inter_token_latency.observe(now_s - live.last_token_s)
+            self.metrics.note_gap(now_s - live.last_token_s)
         live.last_token_s = now_s
 
     # Ends.

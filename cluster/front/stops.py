@@ -16,6 +16,11 @@ class StopChecker:
         self._held = ""
         self.matched: str | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """No text is ever held or matched."""
+        return not self._stops
+
     def push(self, piece: str, *, is_active: bool = True) -> str:
         """The text that may be sent now; sets `matched` when a stop string is complete.
 

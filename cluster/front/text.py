@@ -40,7 +40,7 @@ class TextCodec:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self._is_byte_level = _is_byte_level(tokenizer)
-        self._byte_table: dict[int, bytes] = {}
+        self._byte_table: dict[int, str | bytes] = {}
         self._max_token_chars = _max_token_chars(tokenizer, added) if self._is_byte_level else 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
 

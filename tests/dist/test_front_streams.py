@@ -154,7 +154,7 @@ async def test_a_leader_that_says_nothing_costs_a_request_its_deadline(front: Fr
         with pytest.raises(DeadlineExceeded, match=r"0.2 s") as caught:
             await answer(client, "silent", max_tokens=4, request_id="silent")
         assert caught.value.phase == "prefill"
-        assert front.leader.aborts == ["silent"]
+        await poll(lambda: front.leader.aborts == ["silent"])
         core.resolver._limits = core.limits
         front.leader.script.gate.set()
         assert (await answer(client, "heard", max_tokens=5)).text == "heard"
