@@ -1,7 +1,7 @@
 """build_app: a deployment behind Ray Serve, for `serve run`, `serve deploy` and KubeRay.
 
-    serve run paceline.cluster.serve.app:build_app model=smollm2-135m draft.method=standalone \
-        draft.model=auto target.tensor_parallel_size=2
+    serve run paceline.cluster.serve.app:build_app model=smollm2-135m draft.model=auto \
+        target.tensor_parallel_size=2
 
 Serve's HTTP proxy then answers `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/health`
 and `/metrics` as our own fronts do. The arguments are the keys of a deployment's configuration
