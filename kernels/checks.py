@@ -50,6 +50,13 @@ def check_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} is {x.dtype}, must be {dtype}")
 
 
+def check_slots(name: str, slots: Tensor) -> None:
+    """Raises: ValueError: not int64, or not dense: a view of one column has strides."""
+    check_dtype(name, slots, torch.int64)
+    if not slots.is_contiguous():
+        raise ValueError(f"{name} {tuple(slots.shape)} has strides {slots.stride()}; must be dense")
+
+
 def check_thresholds(single: float, acc: float) -> tuple[float, float]:
     """Both as the fp32 numbers that kernels take, `acc` no less than 1e-9.
 

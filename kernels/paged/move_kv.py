@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.checks import check_dtype, check_heads
+from paceline.kernels.checks import check_heads, check_slots
 
 
 @triton.jit
@@ -44,8 +44,8 @@ def _copy_rows_kernel(
 
 def move_kv(caches: Sequence[Tensor], src: Tensor, tgt: Tensor) -> None:
     """As the reference's `move_kv`; the caches have one shape, stride and dtype."""
-    check_dtype("src", src, torch.int64)
-    check_dtype("tgt", tgt, torch.int64)
+    check_slots("src", src)
+    check_slots("tgt", tgt)
     num_rows = len(src)
     if num_rows == 0 or not caches:
         return

@@ -3,12 +3,11 @@
 # A kernel's arguments are pointers and scalars of Triton's, which has no types to say so.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.checks import check_dtype, check_kv
+from paceline.kernels.checks import check_kv, check_slots
 
 
 @triton.jit
@@ -38,7 +37,7 @@ def _store_kv_kernel(
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
     """As the reference's `store_kv`."""
     check_kv(k, v, k_cache, v_cache)
-    check_dtype("out_cache_loc", out_cache_loc, torch.int64)
+    check_slots("out_cache_loc", out_cache_loc)
     num_tokens, num_heads, head_dim = k.shape
     if num_tokens == 0:
         return

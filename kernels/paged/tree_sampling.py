@@ -137,7 +137,7 @@ def tree_speculative_sampling_target_only(
             links.retrieve_next_sibling,
             target_probs.contiguous(),
             coins.contiguous(),
-            final_coins,
+            final_coins.contiguous(),
             predict,
             accept_index,
             accept_length,

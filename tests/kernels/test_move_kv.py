@@ -37,6 +37,18 @@ def test_more_rows_than_one_tile_of_a_fused_kernel_could_hold_move_safely(
     assert cache.flatten().tolist() == [*range(1, n), n - 1]
 
 
+def test_a_column_of_slots_is_read_as_one_or_refused(kernels: KernelSet, device: str) -> None:
+    cache = torch.arange(8.0, device=device).view(8, 1, 1).clone()
+    src, tgt = i64([[1, 7, 2, 7], [3, 6, 4, 6]], device).view(2, 2, 2)[:, :, 0]
+    if kernels.name in ("triton", "sgl"):
+        with pytest.raises(ValueError, match="must be dense"):
+            kernels.move_kv([cache], src, tgt)
+        assert cache.flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    else:
+        kernels.move_kv([cache], src, tgt)
+        assert cache.flatten().tolist() == [0, 1, 2, 1, 2, 5, 6, 7]
+
+
 def test_no_moves_are_no_error(kernels: KernelSet, device: str) -> None:
     cache = torch.ones(2, 1, 16, device=device)
     kernels.move_kv([cache], i64([], device), i64([], device))

@@ -52,6 +52,21 @@ def test_padding_rows_may_share_the_dump_slot(kernels: KernelSet, device: str) -
     assert not caches[:, [1, 3]].any()
 
 
+def test_a_column_of_slots_is_read_as_one_or_refused(kernels: KernelSet, device: str) -> None:
+    """It is no dense vector, and those who address memory read it as one."""
+    k, v = torch.randn(2, 2, 1, 64, device=device)
+    caches = torch.zeros(2, 8, 1, 64, device=device)
+    slots = i64([3, 5, 1, 7], device).view(2, 2)[:, 0]
+    if kernels.name in ("triton", "sgl"):
+        with pytest.raises(ValueError, match="must be dense"):
+            kernels.store_kv(k, v, caches[0], caches[1], slots)
+        assert not caches.any()
+    else:
+        kernels.store_kv(k, v, caches[0], caches[1], slots)
+        assert torch.equal(caches[0][[3, 1]], k)
+        assert not caches[:, [5, 7]].any()
+
+
 def test_nothing_to_store_is_no_error(kernels: KernelSet, device: str) -> None:
     caches = torch.zeros(2, 4, 1, 64, device=device)
     none = torch.zeros(0, 1, 64, device=device)

@@ -302,7 +302,7 @@ def test_sets_agree_on_random_trees(
     # Half of the mass on draft tokens, so that some are accepted.
     on_draft = torch.zeros_like(probs).scatter_(2, ids[:, None].expand(-1, num_nodes, -1), 1.0)
     probs = (probs + on_draft / num_nodes) / 2
-    given = (probs, torch.rand(bs, num_nodes), torch.rand(bs))
+    given = (probs, torch.rand(bs, num_nodes), torch.rand(bs, 2)[:, 0])  # coins with strides
     links = build_tree_links(parents)
     expected = tree_speculative_sampling_target_only(ids, links, *given, 3, *thresholds)
     on_device = TreeLinks(

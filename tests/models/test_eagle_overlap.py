@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.worker.batch import build_batch
-from paceline.worker.config import SpecConfig, SpecMethod, VerifyRule, WorkerConfig
+from paceline.worker.config import KernelSetName, SpecConfig, SpecMethod, VerifyRule, WorkerConfig
 from paceline.worker.spec.eagle_overlap import OverlapPath
 from paceline.worker.step import (
     Phase,
@@ -376,16 +376,36 @@ def test_a_round_may_be_repeated_for_any_that_the_host_calls_its_equal(
     executor.shutdown()
 
 
-def test_kernels_of_triton_give_the_same_tokens(
-    models: ColocatedModels, say: Callable[[Sequence[SamplingParams]], list[list[int]]]
+@pytest.mark.parametrize(
+    ("method", "num_steps", "topk"), [("eagle", 2, 2), ("eagle", 1, 2), ("standalone", 3, 1)]
+)
+def test_kernels_of_triton_give_the_same_tokens_and_drafts(
+    models: ColocatedModels,
+    say: Callable[[Sequence[SamplingParams]], list[list[int]]],
+    method: SpecMethod,
+    num_steps: int,
+    topk: int,
 ) -> None:
-    spec = overlapped(models, "eagle", num_steps=2, topk=2)
-    executor = build_executor(config_of(models.target, spec, kernels="triton"))
-    short = [replace(params, max_tokens=4) for params in ending(SAMPLED)]
-    target = ColocatedTarget(executor, shapes=lambda step: shapes[step % 3])
-    shapes = [default_shape(spec), SpecShape(0, 2, 1), SpecShape(2, 1, 3)]
-    assert target.run(target.make_reqs(PROMPTS, short)) == say(short)
-    executor.shutdown()
+    """As on a GPU, with several rows of one token each in some forwards."""
+    spec = overlapped(models, method, num_steps=num_steps, topk=topk)
+    shapes = [default_shape(spec), SpecShape(0, topk, 1), SpecShape(num_steps, 1, num_steps + 1)]
+    short = [replace(params, max_tokens=9) for params in ending(GREEDY)]
+    runs = []
+    kernel_sets: tuple[KernelSetName, ...] = ("reference", "triton")
+    for kernels in kernel_sets:
+        config = config_of(models.target, spec, page_size=16, kernels=kernels)
+        executor = build_executor(config)
+        path = path_of(executor)
+        executor._path = OverlapPath(
+            config, path._runner, path._draft, path._collective, is_dense=True
+        )
+        target = ColocatedTarget(executor, shapes=lambda step: shapes[step % 3])
+        reqs = target.make_reqs(PROMPTS, short)
+        assert target.run(reqs) == say(short)
+        runs.append([req.accept_lengths for req in reqs])
+        executor.shutdown()
+    assert runs[0] == runs[1]
+    assert sum(map(sum, runs[0])) > 0
 
 
 def test_rejection_leaves_greedy_text_as_it_is(

@@ -108,9 +108,9 @@ class StepRows:
         rows = self._attention(forward, tree_mask)
         is_decode = rows.qo_indptr is None
         return Batch(
-            input_ids=input_ids.flatten(),
-            positions=positions.flatten(),
-            out_cache_loc=self.slots[:, span.begin : span.end].flatten(),
+            input_ids=flat(input_ids),
+            positions=flat(positions),
+            out_cache_loc=flat(self.slots[:, span.begin : span.end]),
             decode=rows if is_decode else None,
             extend=None if is_decode else rows,
             logit_indices=logit_indices,
@@ -146,6 +146,11 @@ class StepRows:
                 kv_lens=self._kv_lens[forward],
             ),
         )
+
+
+def flat(x: Tensor) -> Tensor:
+    """x in one dimension and dense, which a flattened column is not: kernels read it so."""
+    return x.flatten().contiguous()
 
 
 # What is equal in every step is made once: on a GPU each of these would be a launch. None may be

@@ -16,7 +16,7 @@ from paceline.kernels.api import BuiltTrees, KernelSet, TreeLinks, TreeMaskMode
 from paceline.worker.models.hidden import ForwardOutput
 from paceline.worker.parallel.collective import Collective
 from paceline.worker.spec.colocated_draft import ColocatedDraft
-from paceline.worker.spec.device_batch import Span, StepRows, evenly
+from paceline.worker.spec.device_batch import Span, StepRows, evenly, flat
 from paceline.worker.spec.draft_input import EagleDraftInput
 from paceline.worker.spec.limits import max_tree_nodes
 from paceline.worker.spec.selection import Candidates, organise_tensors, select_top_k_tokens
@@ -222,7 +222,7 @@ def _chains(draft_ids: Tensor, positions: Tensor, has_next: Tensor | None) -> Bu
         children = torch.where(has_next, links.retrieve_next_token, -1)
         links = replace(links, retrieve_next_token=children)
     mask = _chain_mask(bs, n, draft_ids.device)
-    return BuiltTrees(draft_ids, links, positions[:, :n].flatten(), mask)
+    return BuiltTrees(draft_ids, links, flat(positions[:, :n]), mask)
 
 
 # Made once, as in device_batch.py.

@@ -16,7 +16,7 @@ from paceline.worker.models.hidden import ForwardOutput
 from paceline.worker.parallel.collective import Collective
 from paceline.worker.runner import Runner
 from paceline.worker.spec.colocated_draft import ColocatedDraft
-from paceline.worker.spec.device_batch import Span, StepRows, evenly
+from paceline.worker.spec.device_batch import Span, StepRows, evenly, flat
 from paceline.worker.spec.device_growth import DeviceGrowth, Grown, agree, max_depth
 from paceline.worker.spec.future_rows import FutureRows, Rows
 from paceline.worker.spec.pending_overlap import Reported
@@ -141,8 +141,8 @@ class OverlapRound:
         slots [bs, num_draft_tokens], path [bs, max_depth + 1] flat nodes; what goes to the slots
         behind its end is written again by the next step.
         """
-        src = slots.flatten()[path[:, 1:].flatten()]
-        tgt = slots[:, 1 : path.shape[1]].flatten()
+        src = flat(slots)[flat(path[:, 1:])]
+        tgt = flat(slots[:, 1 : path.shape[1]])
         self._runner.kv.move(self._runner.kernels, src, tgt)
 
     def _extend(self, verdict: "_Verdict", at: StepRows) -> None:

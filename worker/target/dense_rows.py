@@ -196,16 +196,18 @@ class DenseRows:
         probs, is_unusable = target_probs_dense(nodes.logits, params)
         if cells is not None:
             draft_ids = draft_ids.masked_fill(is_repeated(draft_ids, cells), _NO_DRAFT)
-        walk_coins = final_coins = torch.zeros(bs, n, device=self._device)
-        if params is not None:  # else any will do
-            walk_coins = coins(kernels, params.seeds, params.positions, WALK_COIN)
-            final_coins = coins(kernels, params.seeds, params.positions, FINAL_COIN)
+        walk_coins = torch.zeros(bs, n, device=self._device)  # any do where all is certain
+        final_coins = walk_coins[:, 0]
+        if params is not None:
+            seeds, positions = params.seeds.view(bs, n), params.positions.view(bs, n)
+            walk_coins = coins(kernels, seeds, positions, WALK_COIN)
+            final_coins = coins(kernels, seeds[:, 0], positions[:, 0], FINAL_COIN)
         result = kernels.tree_speculative_sampling_target_only(
             draft_ids,
             nodes.links,
             probs.view(bs, n, -1),
-            walk_coins.view(bs, n),
-            final_coins.view(bs, n)[:, 0],
+            walk_coins,
+            final_coins,
             max_depth,
             self._spec.threshold_single,
             self._spec.threshold_acc,
