@@ -39,7 +39,7 @@ def test_more_rows_than_one_tile_of_a_fused_kernel_could_hold_move_safely(
 
 def test_a_column_of_slots_is_read_as_one_or_refused(kernels: KernelSet, device: str) -> None:
     cache = torch.arange(8.0, device=device).view(8, 1, 1).clone()
-    src, tgt = i64([[1, 7, 2, 7], [3, 6, 4, 6]], device).view(2, 2, 2)[:, :, 0]
+    src, tgt = i64([1, 7, 2, 7, 3, 6, 4, 6], device).view(2, 2, 2)[:, :, 0]
     if kernels.name in ("triton", "sgl"):
         with pytest.raises(ValueError, match="must be dense"):
             kernels.move_kv([cache], src, tgt)
