@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from paceline.worker.errors import InvalidRequest, PacelineError
 from paceline.worker.spec.drafter import DraftHealth
-from paceline.worker.step import FinishReason, ReqId, SamplingParams, SamplingRow
+from paceline.worker.step import FinishReason, PageId, ReqId, SamplingParams, SamplingRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,7 @@ class ReqState:
         "has_ended",
         "is_suspect",
         "keeps_prefix",
+        "known_prefix",
         "kv_allocated_len",
         "num_computed_tokens",
         "num_given_output",
@@ -155,6 +156,8 @@ class ReqState:
         self.keeps_prefix = True  # what it computed is of use to others
         self.accept_length = 0  # of its last verify
         self.is_suspect = False  # its last verify had an error: the next step brings no guesses
+        # While it waits: its pages in the cache, and the cache's number of changes then.
+        self.known_prefix: tuple[int, tuple[PageId, ...]] = (-1, ())
 
         self.num_given_output = len(req.output_ids)
         self.cached_tokens = 0

@@ -291,6 +291,7 @@ class ReqTable:
                 assert is_known or req.num_in_flight > 0, f"req {req.req_id} lost a token"
 
     def _wait(self, req: ReqState) -> None:
+        req.known_prefix = (-1, ())
         self._waiting.push(
             WaitingReq(
                 req_id=req.req_id,
@@ -311,7 +312,10 @@ class ReqTable:
             self._order = sort_waiting(self._waiting, now_unix_s, max_wait_s=MAX_WAIT_S)
             self._ordered_at_s = now_unix_s
         for waiting in self._order:
-            prefix = self._pages.match(self._reqs[waiting.req_id].all_ids())
+            req = self._reqs[waiting.req_id]
+            if req.known_prefix[0] != self._pages.num_changes:  # a long one takes a millisecond
+                req.known_prefix = self._pages.num_changes, self._pages.match(req.all_ids())
+            prefix = req.known_prefix[1]
             yield AdmissibleReq(
                 waiting.req_id, waiting.num_prompt_tokens, prefix, self._pages.num_unused(prefix)
             )

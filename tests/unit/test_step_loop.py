@@ -161,6 +161,25 @@ def test_equal_prompts_at_once_end_up_on_the_same_pages() -> None:
         assert group.output(f"r{i}") == generate(prompt, 8)
 
 
+def test_a_prefix_is_looked_up_once_while_its_req_waits_and_the_cache_stays() -> None:
+    group = ToyGroup(num_pages=8, page_size=4)
+    group.submit("runs", long_prompt(20), 12)
+    while not group.output("runs"):
+        group.loop.step_once()
+    pages = group.loop._table._pages
+    match, lookups = pages.match, []
+    pages.match = lambda ids: lookups.append(len(ids)) or match(ids)  # type: ignore[method-assign]
+    prompt = long_prompt(27)
+    group.submit("waits", prompt, 5)
+    for _ in range(8):
+        group.loop.step_once()
+    assert not group.output("waits")
+    assert lookups == [27]
+    group.run_until_idle()
+    assert lookups == [27, 27]  # what the other left is there now
+    assert group.output("waits") == generate(prompt, 5)
+
+
 def test_without_prefix_caching_every_page_is_free_in_the_end() -> None:
     group = ToyGroup(enable_prefix_caching=False)
     prompt = long_prompt(22)

@@ -30,6 +30,7 @@ class PrefixTree:
         self._key_shift = key_shift
         self._root = _Node(page=PageId(0), key=(), parent=None)
         self._nodes: dict[PageId, _Node] = {}
+        self.num_changes = 0  # `match` says the same while this stays
         self._tick = 0
         # (last use, page) of leaves that nobody referred to when they were pushed. An entry whose
         # leaf was used, extended or evicted since is dropped when it comes up.
@@ -80,6 +81,7 @@ class PrefixTree:
                 self._pool.cache(page)
                 node.children[key] = child
                 self._nodes[page] = child
+                self.num_changes += 1
             kept.append(child.page)
             node = child
         return kept
@@ -127,6 +129,7 @@ class PrefixTree:
         assert node.parent is not None
         del node.parent.children[node.key]
         del self._nodes[node.page]
+        self.num_changes += 1
         self._pool.uncache(node.page)
         if node.parent is not self._root:
             self._offer(node.parent)

@@ -53,6 +53,11 @@ class ReqPages(Generic[ReqKey]):
         """Pages that `grow` can give: the free ones and those only the tree keeps."""
         return self._pool.num_free + self._pool.num_cached
 
+    @property
+    def num_changes(self) -> int:
+        """`match` says the same of the same tokens while this stays."""
+        return self._tree.num_changes
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
