@@ -11,7 +11,7 @@ from copy import copy
 import grpc
 
 from paceline.cluster.front.channels import ChannelCache
-from paceline.cluster.front.errors import from_rpc_error, from_status, is_ours
+from paceline.cluster.front.errors import Cancelled, from_rpc_error, from_status, is_ours
 from paceline.protos.v1 import group_pb2
 from paceline.protos.v1.group_pb2_grpc import GroupServiceStub
 from paceline.worker.errors import (
@@ -23,13 +23,8 @@ from paceline.worker.errors import (
 
 log = logging.getLogger(__name__)
 
-# What gRPC itself answers when the process behind a connection dies.
-_LOST_CODES = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNKNOWN,
-)
+# What gRPC itself may answer, beside UNAVAILABLE, when the process behind a connection dies.
+_LOST_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 
 class LeaderRun:
@@ -171,7 +166,8 @@ class LeaderStream:
                     self._hand_out(response)
         except grpc.aio.AioRpcError as rpc_error:
             error = from_rpc_error(rpc_error)
-            if not is_ours(rpc_error) and rpc_error.code() in _LOST_CODES:
+            is_lost = not is_ours(rpc_error) and rpc_error.code() in _LOST_CODES
+            if is_lost or isinstance(error, Cancelled):  # by a leader that stops: not by us
                 error = Unavailable(error.message)
         except Exception:
             log.exception("stream failed address=%s", self.address)
