@@ -20,6 +20,7 @@ from paceline.worker.spec.drafter import DraftContext, DraftHealth
 from paceline.worker.spec.tree import DraftTree
 from paceline.worker.step import (
     FinishReason,
+    PageId,
     Phase,
     ReqId,
     SamplingParams,
@@ -167,8 +168,13 @@ def test_a_prefix_is_looked_up_once_while_its_req_waits_and_the_cache_stays() ->
     while not group.output("runs"):
         group.loop.step_once()
     pages = group.loop._table._pages
-    match, lookups = pages.match, []
-    pages.match = lambda ids: lookups.append(len(ids)) or match(ids)  # type: ignore[method-assign]
+    match, lookups = pages.match, list[int]()
+
+    def count(ids: Sequence[int]) -> tuple[PageId, ...]:
+        lookups.append(len(ids))
+        return match(ids)
+
+    pages.match = count  # type: ignore[method-assign]
     prompt = long_prompt(27)
     group.submit("waits", prompt, 5)
     for _ in range(8):
