@@ -35,12 +35,13 @@ class Graphs(Protocol):
 
 
 def padded_bs(bs: int) -> int:
-    """A size of batches not much greater, of which there are few."""
+    """A size of batches less than twice as great, of which there are few."""
     return 1 << (bs - 1).bit_length() if bs <= 8 else -(-bs // 8) * 8
 
 
 class CudaGraphs:
-    """Belongs to the device thread. Where a device cannot record, all work runs as it is."""
+    """Belongs to the device thread. Where work cannot be recorded, all runs as it is from then on;
+    torch's own random numbers on the device, which nothing here draws, are lost to the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
