@@ -92,7 +92,7 @@ def test_the_readmes_configuration_is_one() -> None:
 
     (text,) = blocks("toml")
     config = parse_config(tomllib.loads(text))
-    assert config.draft.method == "standalone"
+    assert config.draft.model == "auto"
 
 
 def test_the_readmes_body_is_json_that_curl_sends() -> None:
