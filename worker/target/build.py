@@ -12,6 +12,7 @@ from paceline.worker.cache.kv_buffer import KvBuffer, KvShape, choose_num_pages
 from paceline.worker.cache.req_to_token import ReqToToken, row_width
 from paceline.worker.config import ModelConfig, WorkerConfig
 from paceline.worker.errors import ConfigError
+from paceline.worker.huge_pages import use_huge_pages
 from paceline.worker.layers.row_tiles import RowTiles
 from paceline.worker.models.eagle_config import EagleConfig
 from paceline.worker.models.llama import LayerShards
@@ -102,6 +103,8 @@ def _build_runner(
             draft_model.kind, config.spec.draft_model, draft_model.kv_shape.num_layers,
             collective.tp_rank,
         )  # fmt: skip
+    if torch.device(config.device).type == "cpu":
+        use_huge_pages(config.model.path)
     tell("cache", 0.0)
     shape = KvShape(model.num_layers, len(model.heads.kvs), config.model.head_dim, dtype)
     draft_shape = draft_model.kv_shape if draft_model is not None else None
