@@ -1,6 +1,6 @@
 """Reporter: a leader's load reports to the controller, for as long as the leader lives.
 
-A report goes out when something changed, every 0.1 s while there is work, and every second while
+A report goes out when something changed, every 0.25 s while there is work, and every second while
 there is none. A controller that is gone is looked up again by its name; reports are the state it
 rebuilds itself from.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BUSY_S = 0.1
+_BUSY_S = 0.25
 _IDLE_S = 1.0
 _MIN_GAP_S = 0.005  # changes that come together are one report
 _RETRY_S = 0.2
