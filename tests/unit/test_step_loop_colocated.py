@@ -98,6 +98,46 @@ def test_output_is_that_of_the_model_however_much_is_accepted(
 
 
 @BOTH
+@pytest.mark.parametrize("num_reqs", [1, 8])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
+def test_200_tokens_are_those_of_the_model(
+    spec: SpecConfig, page_size: int, num_reqs: int, is_overlapped: bool
+) -> None:
+    group = ColocatedGroup(
+        spec,
+        is_overlapped=is_overlapped,
+        page_size=page_size,
+        num_pages=4096 // page_size,
+        max_model_len=256,
+        max_num_seqs=8,
+    )
+    prompts = [long_prompt(3 + i, start=5 * i) for i in range(num_reqs)]
+    for i, prompt in enumerate(prompts):
+        group.submit(f"r{i}", prompt, 200)
+    group.run_until_idle()
+    for i, prompt in enumerate(prompts):
+        assert group.output(f"r{i}") == generate(prompt, 200)
+    group.assert_all_pages_returned()
+
+
+@BOTH
+def test_receipts_count_what_was_accepted_of_live_reqs(is_overlapped: bool) -> None:
+    """4 verifies accept 6 drafts, so with the prompt's token 11 are emitted: 2.75 for each."""
+    spec = replace(CHAIN, num_steps=3, num_draft_tokens=4, adaptive=False)
+    group = ColocatedGroup(spec, is_overlapped=is_overlapped, accept_length=script(2, 1, 3, 0))
+    prompt = long_prompt(5)
+    group.submit("r", prompt, 11)
+    group.run_until_idle()
+    counts = receipt(group, "r")
+    num_verifies = counts.num_steps - 1
+    assert (num_verifies, counts.accepted_tokens, counts.completion_tokens) == (4, 6, 11)
+    # Where the host knows that one token is left, the last step has no drafts.
+    assert counts.proposed_tokens == (12 if is_overlapped else 9)
+    assert counts.completion_tokens / num_verifies == 2.75
+
+
+@BOTH
 def test_rows_say_what_the_host_knows_of_them(is_overlapped: bool) -> None:
     group = ColocatedGroup(is_overlapped=is_overlapped, accept_length=script(2, 0))
     prompt = long_prompt(10)
