@@ -111,6 +111,7 @@ class ClusterConfig(Section):
     kernels: Literal["auto", "reference", "native", "triton", "sgl"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False  # the same bits whatever else is computed beside a request
+    cuda_graphs: bool = True  # rounds with a colocated draft are recorded and repeated
     target: TargetSection = TargetSection()
     draft: DraftSection = DraftSection()
     cache: CacheSection = CacheSection()

@@ -47,6 +47,9 @@ def serve(
         Flag,
         typer.Option("--deterministic/--no-deterministic", help="Same bits in any batch; CPU."),
     ] = None,
+    cuda_graphs: Annotated[
+        Flag, typer.Option("--cuda-graphs/--disable-cuda-graph", help="Record repeated GPU work.")
+    ] = None,
     tensor_parallel_size: Annotated[
         Number, option("--tensor-parallel-size", "-tp", "--tp-size", help="Ranks of one copy.")
     ] = None,
@@ -156,6 +159,7 @@ def serve(
         "device": device,
         "kernels": kernels,
         "deterministic": deterministic,
+        "cuda_graphs": cuda_graphs,
         "target.tensor_parallel_size": tensor_parallel_size,
         "target.groups": groups,
         "cache.page_size": page_size,

@@ -38,6 +38,7 @@ def target_specs(config: ClusterConfig, device: str, host: str = "") -> list[Gro
                 kernels=config.kernels,
                 device=device,
                 deterministic=config.deterministic,
+                cuda_graphs=config.cuda_graphs,
                 host=host,
                 namespace=config.ray.namespace,
             ),

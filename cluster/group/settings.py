@@ -46,6 +46,7 @@ class RankSettings:
     device: str = "cpu"
     num_threads: int = 0
     deterministic: bool = False
+    cuda_graphs: bool = True
     host: str = ""  # that its listeners bind to; empty is the node's address as Ray knows it
     namespace: str = ""  # of the controller's name
     timeout_s: float = 60.0  # of one collective
@@ -95,6 +96,7 @@ def worker_config(
         device=settings.device,
         num_threads=settings.num_threads,
         deterministic=settings.deterministic,
+        cuda_graphs=settings.cuda_graphs,
     )
 
 

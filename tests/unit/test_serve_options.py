@@ -110,6 +110,8 @@ def served(*flags: str, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
         ("--draft ngram", "draft.method", "ngram"),
         ("--draft ngram", "draft.model", ""),
         ("--draft none", "draft.method", "none"),
+        ("--disable-cuda-graph", "cuda_graphs", False),
+        ("--deterministic", "deterministic", True),
     ],
 )
 def test_a_flag_arrives(
