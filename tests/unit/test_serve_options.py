@@ -1,6 +1,7 @@
 """The flags of `paceline serve`: each setting has one, and it arrives."""
 
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -118,8 +119,7 @@ def test_a_flag_arrives(
     flags: str, setting: str, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = served(*flags.split(), monkeypatch=monkeypatch)
-    section, _, name = setting.partition(".")
-    assert getattr(getattr(config, section), name) == expected
+    assert attrgetter(setting)(config) == expected
 
 
 def test_a_draft_on_the_command_line_wins_over_that_of_a_file(
