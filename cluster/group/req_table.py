@@ -364,13 +364,11 @@ class ReqTable:
         """The one way out for a row and its pages; nothing of the req is in flight any more.
 
         Two numbers say it all: the full pages up to `kv_committed_len` go to the prefix cache, all
-        others up to `kv_allocated_len` back to the pool. Those of a prompt that was not computed to
-        its end do not: no token was chosen from them, so they may hold NaN.
+        others up to `kv_allocated_len` back to the pool.
         """
         assert req.num_in_flight == 0, f"req {req.req_id} is in flight"
         assert req.kv_allocated_len == self._num_owned_slots(req), f"req {req.req_id} lost slots"
-        is_of_use = req.keeps_prefix and req.num_computed_tokens >= req.prefill_len
-        committed_len = req.kv_committed_len if is_of_use else 0
+        committed_len = req.kv_committed_len if req.keeps_prefix else 0
         self._pages.close(req.req_pool_index, req.all_ids(), committed_len)
         heapq.heappush(self._free_rows, req.req_pool_index)
         req.req_pool_index = req.num_computed_tokens = req.kv_allocated_len = 0

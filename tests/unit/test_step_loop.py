@@ -433,23 +433,6 @@ def test_an_abort_frees_pages_within_a_step_whatever_the_req_does() -> None:
     assert not group.loop.step_once()
 
 
-def test_what_a_prompt_computed_before_its_end_is_no_prefix_for_others() -> None:
-    """Its first pages were never proven: a chunk that overflows shows it only at the last."""
-    group = ToyGroup(max_num_seqs=2, chunked_prefill_size=8)
-    prompt = long_prompt(40)
-    group.submit("leaves", prompt, 8)
-    group.loop.step_once()
-    assert group.loop.abort(ReqId("leaves"))
-    group.run_until_idle()
-    group.submit("stays", prompt, 8)
-    group.run_until_idle()
-    receipt = group.last("stays").receipt
-    assert receipt is not None
-    assert receipt.cached_tokens == 0
-    assert group.output("stays") == generate(prompt, 8)
-    group.assert_all_pages_returned()
-
-
 @pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])
 def test_a_passed_deadline_ends_a_req_within_a_step_and_names_the_phase(phase: str) -> None:
     group = ToyGroup(max_num_seqs=1, chunked_prefill_size=4)
